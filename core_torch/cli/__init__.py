@@ -1,0 +1,33 @@
+"""The command ``twinshard``: the one place that composes everything.
+
+The process that a user starts imports neither torch nor jax, so that help and mistakes in the
+configuration answer at once. Ranks are other processes, see ``launch`` and ``worker``.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from core_torch.errors import EXIT_INTERRUPTED, TwinshardError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; errors become four lines, never a traceback.
+
+    Args:
+        argv: words after ``twinshard``; None takes those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["_rank"]:  # started by launch, not by people
+        from core_torch.cli.worker import main_of_rank
+
+        return main_of_rank(words[1:])
+    from core_torch.cli.commands import run_command
+
+    try:
+        return run_command(words)
+    except TwinshardError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

@@ -1,0 +1,146 @@
+"""Collectives over one named mesh axis, spelled like their jax.lax counterparts.
+
+Every byte that Twinshard sends passes through this file and is entered in a ledger where
+the collective is dispatched; FSDP2's own gathers and scatters come here through its public
+``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+
+What counts as the bytes of an operation is its payload on this rank: the buffer of an
+all-reduce, the gathered result of an all-gather, the full input of a reduce-scatter. That is
+also what an operand or result shape says in compiled HLO, so both cores can be compared. It
+is not what a wire carries: a ring all-reduce moves up to twice its buffer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Dispatch(NamedTuple):
+    """One collective as this rank dispatched it."""
+
+    axis: str
+    op: str  # all_reduce, all_gather, reduce_scatter
+    dtype: str
+    numel: int  # elements of the payload
+    scope: str  # what asked for it: a unit's name, "norms", "metrics", ...
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Bytes and calls per (axis, op), and the trace of dispatches while ``trace`` is a list."""
+
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    trace: list[Dispatch] | None = None
+
+    def enter(self, axis: str, op: str, payload: Tensor, scope: str) -> None:
+        """Records one dispatch with ``payload`` as its operand or result."""
+        self.bytes[axis, op] += payload.numel() * payload.element_size()
+        self.calls[axis, op] += 1
+        if self.trace is not None:
+            dtype = str(payload.dtype).removeprefix("torch.")
+            self.trace.append(Dispatch(axis, op, dtype, payload.numel(), scope))
+
+    def bytes_over(self, axis: str) -> int:
+        """Payload bytes of all operations over ``axis`` so far."""
+        return sum(n for (name, _), n in self.bytes.items() if name == axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the device mesh, seen from this rank. An absent axis has size 1, no group."""
+
+    name: str
+    group: dist.ProcessGroup | None
+    size: int
+    index: int
+    ledger: Ledger
+
+
+class Pending(NamedTuple):
+    """A sum in flight; ``wait()`` gives the result."""
+
+    total: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """Blocks until the sum is there (on CUDA: makes the current stream wait for it)."""
+        if self.work is not None:
+            self.work.wait()
+        return self.total
+
+
+def start_psum(x: Tensor, axis: Axis, *, scope: str) -> Pending:
+    """Starts summing ``x`` over ``axis`` **in place**; do not touch ``x`` before ``wait()``."""
+    if axis.size == 1 or x.numel() == 0:  # an empty shard is empty on every replica
+        return Pending(x, None)
+    axis.ledger.enter(axis.name, "all_reduce", x, scope)
+    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True))
+
+
+def psum(x: Tensor, axis: Axis, *, scope: str) -> Tensor:
+    """Sum over the ranks of ``axis``; every one of them gets it. Does not modify ``x``."""
+    return start_psum(x.clone(), axis, scope=scope).wait()
+
+
+def all_gather(x: Tensor, axis: Axis, *, scope: str) -> Tensor:
+    """Stacks each rank's ``x`` along a new leading dimension of length ``axis.size``."""
+    if axis.size == 1:
+        return x[None].clone()
+    gathered = x.new_empty((axis.size, *x.shape))
+    axis.ledger.enter(axis.name, "all_gather", gathered, scope)
+    dist.all_gather_single(gathered.view(-1), x.reshape(-1), group=axis.group)
+    return gathered
+
+
+class _Allocate:
+    """FSDP2 asks its communication object for buffers; plain ones do."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedAllGather(_Allocate):
+    """FSDP2's parameter all-gather, entered in the axis' ledger."""
+
+    axis: Axis
+    scope: str
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gathers this rank's flat shard of one unit; called by FSDP2."""
+        self.axis.ledger.enter(self.axis.name, "all_gather", output_tensor, self.scope)
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedReduceScatter(_Allocate):
+    """FSDP2's gradient reduce-scatter, entered in the axis' ledger."""
+
+    axis: Axis
+    scope: str
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduces one unit's flat gradient to this rank's shard; called by FSDP2."""
+        self.axis.ledger.enter(self.axis.name, "reduce_scatter", input_tensor, self.scope)
+        return dist.reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )

@@ -1,0 +1,334 @@
+"""Every configuration of Twinshard: frozen dataclasses, each with ``validate()``.
+
+Standard library only, so that ``twinshard --help`` is instant. A configuration is read from
+TOML (config_file.py), from the command line (cli/arguments.py, which walks the same
+dataclasses) or built in Python. ``validate`` returns all problems of one config, ``check``
+raises those of a whole run together.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple
+
+from core_torch.errors import ConfigError
+
+
+class Problem(NamedTuple):
+    """One thing that cannot work: the field's dotted path and a sentence with the value."""
+
+    path: str
+    message: str
+
+
+def _at_least(low: float, config: Any, *names: str) -> list[Problem]:
+    """Problems of the named numeric fields below ``low``."""
+    values = {name: getattr(config, name) for name in names}
+    return [
+        Problem(n, f"must be at least {low}, got {v}") for n, v in values.items() if not v >= low
+    ]
+
+
+def _above(low: float, config: Any, *names: str) -> list[Problem]:
+    """Problems of the named numeric fields that are not above ``low``."""
+    values = {name: getattr(config, name) for name in names}
+    return [Problem(n, f"must be above {low}, got {v}") for n, v in values.items() if not v > low]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Llama 3 stretching of rotary frequencies for longer contexts; ``factor=1`` is off."""
+
+    factor: float = 1.0  # how many times longer than the original context
+    low_freq_factor: float = 1.0  # wavelengths above original_context / this are stretched
+    high_freq_factor: float = 4.0  # wavelengths below original_context / this are kept
+    original_context: int = 8192  # tokens
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(1, self, "factor", "original_context")
+        problems += _above(0, self, "low_freq_factor")
+        if self.high_freq_factor <= self.low_freq_factor:
+            message = f"must exceed low_freq_factor {self.low_freq_factor}"
+            problems.append(Problem("high_freq_factor", f"{message}, got {self.high_freq_factor}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A Llama 3 decoder. ``vocabulary=0`` takes the tokenizer's."""
+
+    vocabulary: int = 0  # token ids
+    dim: int = 128  # width of the residual stream
+    layers: int = 4  # transformer blocks
+    heads: int = 4  # query heads
+    kv_heads: int = 2  # key/value heads, shared by heads / kv_heads query heads each
+    hidden: int = 344  # width inside the SwiGLU feed-forward
+    context: int = 1024  # longest sequence, tokens
+    norm_eps: float = 1e-5  # inside RMSNorm's root
+    rope_theta: float = 500_000.0  # base of the rotary wavelengths
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # longer contexts
+    tied: bool = False  # embedding and head share one weight
+    init_std: float = 0.02  # standard deviation of initial matrices
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(1, self, "dim", "layers", "heads", "kv_heads", "hidden", "context")
+        problems += _at_least(0, self, "vocabulary", "init_std")
+        problems += _above(0, self, "norm_eps", "rope_theta")
+        if problems:
+            return problems
+        if self.dim % self.heads:
+            near = max(h for h in range(1, self.heads + 1) if self.dim % h == 0)
+            message = f"{self.heads} heads do not divide dim {self.dim}; {near} would"
+            problems.append(Problem("heads", message))
+        elif (self.dim // self.heads) % 2:
+            message = f"dim / heads = {self.dim // self.heads} must be even for rotary embedding"
+            problems.append(Problem("heads", message))
+        if self.heads % self.kv_heads:
+            message = f"{self.kv_heads} key/value heads do not divide {self.heads} heads"
+            problems.append(Problem("kv_heads", message))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where tokens come from and how they are cut."""
+
+    path: str = ""  # UTF-8 text file or folder of text files; empty: the shipped corpus
+    tokenizer: str = "byte"  # "byte", "bpe" (trained on the data) or a tokenizer.json
+    bpe_vocabulary: int = 1024  # size of a "bpe" tokenizer
+    sequence: int = 128  # tokens per sequence
+    batch: int = 8  # sequences per rank and micro-batch
+    held_out: float = 0.05  # share of the text kept for validation, from its end
+    seed: int = 0  # order of the sequences
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(1, self, "sequence", "batch") + _above(0, self, "held_out")
+        problems += _at_least(0, self, "seed")
+        if self.held_out > 0.5:
+            problems.append(Problem("held_out", f"must be at most 0.5, got {self.held_out}"))
+        if self.tokenizer == "bpe" and self.bpe_vocabulary < 257:
+            message = (
+                f"must be at least 257 (256 bytes and the end of text), got {self.bpe_vocabulary}"
+            )
+            problems.append(Problem("bpe_vocabulary", message))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Ranks = replicas x shards."""
+
+    replicas: int = 1  # copies that drift apart between sync rounds
+    shards: int = 1  # ranks that hold one copy
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if every rank has one
+    deadline_seconds: float = 600.0  # longest wait for another rank
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.shards
+
+    def validate(self) -> list[Problem]:
+        return _at_least(1, self, "replicas", "shards") + _above(0, self, "deadline_seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """The inner optimizer, AdamW. Matrices decay, gains do not."""
+
+    lr: float = 2e-3  # peak learning rate
+    beta1: float = 0.9  # decay of the mean gradient
+    beta2: float = 0.95  # decay of the mean squared gradient
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # decoupled decay
+    max_norm: float = 1.0  # clips the replica's own gradient norm; 0 is off
+
+    def validate(self) -> list[Problem]:
+        problems = _above(0, self, "lr", "eps") + _at_least(0, self, "weight_decay", "max_norm")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                problems.append(Problem(name, f"must lie in [0, 1), got {value}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate as a function of the tokens seen by all replicas together."""
+
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # after the warm-up
+    warmup_tokens: int = 0  # linear rise from 0
+    total_tokens: int = 0  # end of the decay; 0: the planned length of the run
+    final_ratio: float = 0.1  # learning rate at the end / peak
+    decay_share: float = 0.2  # last part on which "wsd" falls
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(0, self, "warmup_tokens", "total_tokens", "final_ratio")
+        problems += _above(0, self, "decay_share")
+        for name in ("final_ratio", "decay_share"):
+            if getattr(self, name) > 1:
+                problems.append(Problem(name, f"must be at most 1, got {getattr(self, name)}"))
+        if self.total_tokens and self.total_tokens < self.warmup_tokens:
+            message = f"ends before the warm-up of {self.warmup_tokens} tokens does"
+            problems.append(Problem("total_tokens", f"{self.total_tokens} {message}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterConfig:
+    """The outer optimizer. Unset fields take the method's default."""
+
+    lr: float | None = None  # diloco 0.7, edit 0.8
+    momentum: float | None = None  # diloco 0.9, edit 0.85
+
+    def validate(self) -> list[Problem]:
+        problems = []
+        if self.lr is not None and not self.lr > 0:
+            problems.append(Problem("lr", f"must be above 0, got {self.lr}"))
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            problems.append(Problem("momentum", f"must lie in [0, 1), got {self.momentum}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PenaltyConfig:
+    """EDiT's pseudo-gradient penalty. Norms are L2, in parameter units, one per unit."""
+
+    exclude: bool = True  # leave anomalous replicas out
+    weigh: bool = True  # softmax(-norm / T) instead of equal weights
+    clip: bool = True  # cap the combined pseudo-gradient
+    z_threshold: float = 3.0  # standard deviations above a replica's own mean
+    ema_alpha: float = 0.02  # smallest weight of a new norm in mean and variance
+    warmup_rounds: int = 20  # accepted rounds before z_threshold applies; at least 10
+    spike_ratio: float = 100.0  # before that: multiple of the median, from 3 replicas on
+    rearm_after: int = 3  # flags in a row after which a new regime is accepted
+    temperature: float = 1.0  # T, see temperature_unit
+    temperature_unit: Literal["parameter", "median"] = "parameter"  # median: free of scale
+    max_norm: float = 10.0  # clip threshold
+    eps: float = 1e-6  # keeps divisions finite
+
+    def validate(self) -> list[Problem]:
+        problems = _above(0, self, "z_threshold", "temperature", "max_norm", "eps")
+        problems += _above(1, self, "spike_ratio") + _at_least(1, self, "rearm_after")
+        problems += _at_least(10, self, "warmup_rounds")
+        if not 0 < self.ema_alpha <= 1:
+            problems.append(Problem("ema_alpha", f"must lie in (0, 1], got {self.ema_alpha}"))
+        return problems
+
+
+METHODS = ("synchronous", "post_local_sgd", "diloco", "edit")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """How replicas stay together."""
+
+    method: Literal["synchronous", "post_local_sgd", "diloco", "edit"] = "edit"  # a table row
+    every: int | str = 128  # inner steps between rounds
+    warmup: int = 0  # synchronous inner steps at the start
+    prefetch_units: int = 2  # exchanges in flight at once
+    outer: OuterConfig = field(default_factory=OuterConfig)  # outer optimizer
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)  # only for edit
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(0, self, "warmup") + _at_least(1, self, "prefetch_units")
+        if isinstance(self.every, str):
+            message = f"{self.method} counts inner steps, e.g. 128; got {self.every!r}"
+            problems.append(Problem("every", message))
+        else:
+            problems += _at_least(1, self, "every")
+        if self.method == "synchronous" and self.warmup:
+            message = f"synchronous has no rounds to warm up for, got {self.warmup}"
+            problems.append(Problem("warmup", message))
+        if self.method != "edit" and self.penalty != PenaltyConfig():
+            message = f"{self.method} has no penalty; only edit has"
+            problems.append(Problem("penalty", message))
+        if self.method in ("synchronous", "post_local_sgd") and self.outer != OuterConfig():
+            message = f"{self.method} has no outer optimizer; diloco and edit have"
+            problems.append(Problem("outer", message))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length, numbers and evaluation of a run."""
+
+    steps: int = 200  # inner steps of every replica
+    accumulate: int = 1  # micro-batches per inner step
+    seed: int = 0  # initial weights
+    dtype: Literal["float32", "float64"] = "float32"  # parameters, moments, anchors
+    compute: Literal["same", "bfloat16"] = "same"  # forward and backward
+    evaluate_every: int = 0  # steps; 0: only at the end
+    evaluate_sequences: int = 64  # held-out sequences, at most what there is
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(1, self, "steps", "accumulate", "evaluate_sequences")
+        problems += _at_least(0, self, "seed", "evaluate_every")
+        if self.dtype == "float64" and self.compute != "same":
+            problems.append(Problem("compute", "float64 runs compute in float64 only"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to commit a checkpoint."""
+
+    every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # newest commits that stay
+
+    def validate(self) -> list[Problem]:
+        return _at_least(0, self, "every") + _at_least(2, self, "keep")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A whole training run."""
+
+    run: str = "runs/default"  # folder of everything that the run writes
+    model: ModelConfig = field(default_factory=ModelConfig)  # architecture
+    data: DataConfig = field(default_factory=DataConfig)  # tokens
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # ranks
+    optim: OptimConfig = field(default_factory=OptimConfig)  # inner optimizer
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate
+    sync: SyncConfig = field(default_factory=SyncConfig)  # replicas
+    train: TrainConfig = field(default_factory=TrainConfig)  # length and numbers
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # commits
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all replicas together see in one inner step each."""
+        sequences = self.mesh.ranks * self.train.accumulate * self.data.batch
+        return sequences * self.data.sequence
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens at the end of the learning-rate decay."""
+        return self.schedule.total_tokens or self.train.steps * self.tokens_per_step
+
+    def validate(self) -> list[Problem]:
+        problems = [] if self.run else [Problem("run", "must name a folder")]
+        if self.data.sequence > self.model.context:
+            message = f"{self.data.sequence} tokens exceed model.context {self.model.context}"
+            problems.append(Problem("data.sequence", message))
+        return problems
+
+
+def all_problems(config: Any, prefix: str = "") -> list[Problem]:
+    """Problems of a config and of every config in it, with dotted paths."""
+    problems = [Problem(prefix + p.path, p.message) for p in config.validate()]
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            problems += all_problems(value, f"{prefix}{f.name}.")
+    return problems
+
+
+def check(config: Any) -> None:
+    """Raises one ConfigError that names every problem, or returns."""
+    problems = all_problems(config)
+    if problems:
+        raise problems_error(problems)
+
+
+def problems_error(problems: list[Problem]) -> ConfigError:
+    """One ConfigError for all ``problems``."""
+    listed = "".join(f"\n    {p.path}: {p.message}" for p in problems)
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(f"{count} in the configuration{listed}", next="twinshard train --help")

@@ -1,0 +1,144 @@
+"""Which tokens a rank sees at which step: pure functions of a seed and of counters.
+
+There is no loader and so no loader state: a run resumes from its step counters alone. The rule,
+complete enough to restate it elsewhere, with T = sequence, B = batch, N = replicas, M = shards
+and S = num_sequences:
+
+    sequence i    inputs tokens[i*T : i*T + T], targets tokens[i*T + 1 : i*T + T + 1]
+    draw q        row b of replica n, shard m at micro-step ``step`` is
+                  q = (step*M*B + m*B + b)*N + n
+    sequence of q entry q mod S of the order of epoch q div S
+    order         of epoch e: argsort (stable) of the first S raw 64-bit outputs of the Philox
+                  4x64 generator with counter 0 and key (seed, e)
+
+Every draw belongs to one row of one rank at one step, and an epoch shows every sequence once. So
+replicas see different sequences inside an epoch even when they have done different numbers of
+steps. Raw generator outputs are used because NumPy promises never to change those.
+
+Shape suffixes
+    B    sequences of a batch
+    T    tokens of a sequence; T1 = T + 1
+    S    sequences of the training split
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from core_torch.errors import DataError
+
+LARGEST_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the training tokens are cut and dealt; hashable, the same on all ranks."""
+
+    num_sequences: int  # S, see ``count_sequences``
+    sequence: int  # T, tokens
+    batch: int  # B, sequences per rank and micro-step
+    replicas: int  # N
+    shards: int  # M, ranks of one replica; each draws sequences of its own
+    seed: int  # order of the sequences
+
+    def __post_init__(self) -> None:
+        for name in ("num_sequences", "sequence", "batch", "replicas", "shards"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"seed must lie in 0..{LARGEST_SEED}, got {self.seed}")
+
+
+def count_sequences(num_tokens: int, sequence: int) -> int:
+    """Whole sequences of ``sequence`` tokens whose targets, one token further, exist too."""
+    return max(0, (num_tokens - 1) // sequence)
+
+
+def batch_for(
+    tokens: np.ndarray, layout: Layout, *, step: int, replica: int, shard: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ``(inputs, targets)``, both new (B, T) int64 arrays.
+
+    Args:
+        tokens: (count,) ids of the training split, e.g. ``TokenFile.ids``.
+        layout: how tokens are cut and dealt.
+        step: micro-steps that this replica has done before; with k micro-batches per inner step
+            the j-th of inner step t (both from 0) is ``t * k + j``.
+        replica: this rank's place on the replica axis, from 0.
+        shard: this rank's place on the shard axis, from 0.
+
+    Raises:
+        DataError: the tokens are fewer than the layout's sequences need.
+        ValueError: a counter outside its range.
+    """
+    _check_counters(layout, step=step, replica=replica, shard=shard)
+    need = layout.num_sequences * layout.sequence + 1
+    if len(tokens) < need:
+        raise DataError(
+            f"{len(tokens)} tokens are fewer than the {need} that {layout.num_sequences} "
+            f"sequences of {layout.sequence} need",
+            likely="the tokens were prepared for another layout",
+            next="use count_sequences(len(tokens), sequence)",
+        )
+    row_B = np.arange(layout.batch)
+    draw_B = ((step * layout.shards + shard) * layout.batch + row_B) * layout.replicas + replica
+    return _cut(tokens, _sequences_of(draw_B, layout), layout.sequence)
+
+
+def held_out_batches(
+    tokens: np.ndarray, sequence: int, batch: int, count: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns ``(inputs, targets)`` batches of ``count`` sequences, always the same ones.
+
+    The sequences are spread evenly over ``tokens``; there are fewer when the tokens hold fewer
+    than ``count``. The last batch may be smaller than ``batch``. Arrays are (rows, T) int64.
+
+    Raises:
+        DataError: the tokens hold no whole sequence.
+    """
+    available = count_sequences(len(tokens), sequence)
+    if available == 0:
+        raise DataError(
+            f"the held-out split of {len(tokens)} tokens holds no sequence of {sequence} tokens",
+            likely="the text is too short",
+            next="lower data.sequence, raise data.held_out or use more text",
+        )
+    count = min(count, available)
+    index = np.arange(count) * available // count
+    return [_cut(tokens, index[i : i + batch], sequence) for i in range(0, count, batch)]
+
+
+def _check_counters(layout: Layout, *, step: int, replica: int, shard: int) -> None:
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
+    if not 0 <= replica < layout.replicas:
+        raise ValueError(f"replica must lie in 0..{layout.replicas - 1}, got {replica}")
+    if not 0 <= shard < layout.shards:
+        raise ValueError(f"shard must lie in 0..{layout.shards - 1}, got {shard}")
+
+
+def _sequences_of(draw_B: np.ndarray, layout: Layout) -> np.ndarray:
+    """Sequence number of every draw; one batch may reach into several epochs."""
+    epoch_B, place_B = np.divmod(draw_B, layout.num_sequences)
+    index_B = np.empty_like(draw_B)
+    for epoch in np.unique(epoch_B):
+        order_S = _epoch_order(layout.num_sequences, layout.seed, int(epoch))
+        index_B[epoch_B == epoch] = order_S[place_B[epoch_B == epoch]]
+    return index_B
+
+
+@functools.lru_cache(maxsize=4)  # a batch rarely touches more than two epochs
+def _epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
+    """(S,) order in which an epoch shows the sequences; read-only, as callers share it."""
+    generator = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    order_S = np.argsort(generator.random_raw(num_sequences), kind="stable")
+    order_S.flags.writeable = False
+    return order_S
+
+
+def _cut(tokens: np.ndarray, index_B: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Copies the sequences ``index_B``; the results own their memory, nothing stays mapped."""
+    position_BT1 = index_B[:, None] * sequence + np.arange(sequence + 1)
+    window_BT1 = tokens[position_BT1].astype(np.int64)
+    return window_BT1[:, :-1].copy(), window_BT1[:, 1:].copy()

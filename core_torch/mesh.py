@@ -1,0 +1,151 @@
+"""The device mesh: which ranks form a replica, which hold the same shard.
+
+The only reader of RANK, WORLD_SIZE and LOCAL_RANK. Ranks are replica-major: rank
+``n * shards + m`` holds shard m of replica n. Replica traffic, and the small messages of a
+sync round over the shard axis, have process groups of their own, so that they never queue
+behind a parameter gather.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from core_torch.collectives import Axis, Ledger
+from core_torch.config import MeshConfig
+from core_torch.errors import ConfigError
+
+AXES = ("replica", "pp", "shard", "tp")
+
+
+class RankInfo(NamedTuple):
+    """Place of this process among the ranks."""
+
+    rank: int
+    world: int
+    local_rank: int  # on this machine; picks the GPU
+
+
+def rank_from_environment() -> RankInfo | None:
+    """This process's place if a launcher (ours or torchrun) started it, else None."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return RankInfo(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes by name, from one rank's point of view."""
+
+    torch_mesh: DeviceMesh
+    axes: dict[str, Axis]
+    round_shard: Axis  # the shard axis again, with a group of its own for sync rounds
+    device: torch.device
+    ledger: Ledger
+
+    def axis(self, name: str) -> Axis:
+        """The axis called ``name``; one that this mesh lacks has size 1.
+
+        Raises:
+            KeyError: not one of the four names that Twinshard knows.
+        """
+        if name not in AXES:
+            raise KeyError(f"axis {name!r} is not one of {', '.join(AXES)}")
+        return self.axes.get(name) or Axis(name, None, 1, 0, self.ledger)
+
+    @property
+    def replica(self) -> Axis:
+        return self.axis("replica")
+
+    @property
+    def shard(self) -> Axis:
+        return self.axis("shard")
+
+    @property
+    def is_lead(self) -> bool:
+        """True on the one rank that writes what all ranks agree on."""
+        return self.replica.index == 0 and self.shard.index == 0
+
+
+def pick_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: ``cuda`` is wanted but there is no GPU for each local rank.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and gpus < local_ranks:
+        raise ConfigError(
+            f"mesh.device: cuda needs {local_ranks} GPUs on this machine, {gpus} found",
+            next="--mesh.device cpu",
+        )
+    if wanted == "cpu" or gpus < local_ranks:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def build_mesh(config: MeshConfig, device: torch.device) -> Mesh:
+    """Builds the mesh over an initialised default process group.
+
+    Raises:
+        ConfigError: the world has another size than replicas x shards.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world != config.ranks:
+        raise ConfigError(
+            f"mesh.replicas {config.replicas} x mesh.shards {config.shards} needs "
+            f"{config.ranks} ranks, {world} were started",
+            next=f"start {config.ranks} ranks, or change --mesh.replicas / --mesh.shards",
+        )
+    shape = (config.replicas, config.shards)
+    torch_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+    ledger = Ledger()
+    axes = {
+        name: Axis(
+            name,
+            torch_mesh[name].get_group(),
+            torch_mesh[name].size(),
+            torch_mesh.get_local_rank(name),
+            ledger,
+        )
+        for name in ("replica", "shard")
+    }
+    deadline = timedelta(seconds=config.deadline_seconds)
+    rows = [[n * config.shards + m for m in range(config.shards)] for n in range(config.replicas)]
+    groups = [dist.new_group(row, timeout=deadline) for row in rows]  # every rank makes all
+    shard = axes["shard"]
+    own = Axis("shard", groups[rank // config.shards], shard.size, shard.index, ledger)
+    return Mesh(torch_mesh, axes, own, device, ledger)
+
+
+@contextmanager
+def joined(config: MeshConfig, info: RankInfo, init_method: str | None) -> Iterator[Mesh]:
+    """Joins the other ranks, yields the mesh, leaves on exit.
+
+    Args:
+        config: shape, device and deadline.
+        info: place of this process.
+        init_method: ``file://...`` of a FileStore, or None for the ``env://`` of torchrun.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", info.world))
+    device = pick_device(config.device, info.local_rank, local_ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method or "env://",
+        rank=info.rank,
+        world_size=info.world,
+        timeout=timedelta(seconds=config.deadline_seconds),
+    )
+    try:
+        yield build_mesh(config, device)
+    finally:
+        dist.destroy_process_group()

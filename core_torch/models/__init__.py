@@ -1,0 +1,7 @@
+"""Decoder-only transformers, their initial weights, and sampling text from them."""
+
+from core_torch.models.build import build_model
+from core_torch.models.generate import generate
+from core_torch.models.llama import Llama, token_loss
+
+__all__ = ["Llama", "build_model", "generate", "token_loss"]

@@ -1,0 +1,238 @@
+"""Loss figures: against tokens, and against what the replicas had to send each other.
+
+Each drawing function writes one PNG and returns a ``Drawn`` with its title, caption and a text
+for readers who cannot see it. Titles state numbers of the run; they claim nothing about the
+method. Rounds are drawn in round_figures.py.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from core_torch.report.records import Run, Step
+from core_torch.report.style import LIGHT, Theme, drawing, method_line, new_figure, save
+from core_torch.report.summary import summary_of
+from core_torch.report.table import run_labels
+from core_torch.report.text import counted, fixed, human_bytes, human_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MARKED_POINTS = 25  # up to here single points get a marker
+LOG_FROM_RATIO = 20.0  # bytes that differ more than this need a logarithmic axis
+
+
+class Drawn(NamedTuple):
+    """A figure on disk and the words that go with it."""
+
+    path: Path
+    title: str
+    caption: str
+    alternative: str
+
+
+def smooth(values: Sequence[float], width: int) -> list[float]:
+    """Centred moving mean over ``width`` values, narrower at both ends; skips non-finite values.
+
+    Returns:
+        As many values; nan where a window holds nothing finite.
+    """
+    finite = [math.isfinite(value) for value in values]
+    sums, counts = [0.0], [0]
+    for value, keep in zip(values, finite, strict=True):
+        sums.append(sums[-1] + (value if keep else 0.0))
+        counts.append(counts[-1] + keep)
+    smoothed = []
+    for index in range(len(values)):
+        reach = min(width // 2, index, len(values) - 1 - index)
+        low, high = index - reach, index + reach + 1
+        count = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / count if count else math.nan)
+    return smoothed
+
+
+def window(steps: int) -> int:
+    """Width of the smoothing window: 4 % of the steps."""
+    return max(1, round(0.04 * steps))
+
+
+def _mean_losses(run: Run) -> tuple[list[Step], list[float]]:
+    """Replica 0's records, and at each the mean of the replicas' finite losses."""
+    first = run.metrics.get(0, [])
+    losses: dict[int, list[float]] = {}
+    for steps in run.metrics.values():
+        for record in steps:
+            if math.isfinite(record.loss):
+                losses.setdefault(record.step, []).append(record.loss)
+    means = [losses.get(record.step, []) for record in first]
+    return first, [sum(found) / len(found) if found else math.nan for found in means]
+
+
+def _non_finite_losses(runs: Sequence[Run]) -> int:
+    records = [r for run in runs for steps in run.metrics.values() for r in steps]
+    return sum(not math.isfinite(record.loss) for record in records)
+
+
+def conditions(run: Run) -> str:
+    """Mesh, length and model of a run in one line; leaves out what the run does not tell."""
+    summary = summary_of(run)
+    parts = [
+        f"{counted(summary['replicas'], 'replica')} × {counted(summary['shards'], 'shard')}",
+        counted(summary["steps"], "step"),
+        f"{human_count(summary['tokens'])} tokens",
+    ]
+    if summary["parameters"]:
+        parts.append(f"{human_count(summary['parameters'])} parameters")
+    layers, dim = run.setting("model.layers"), run.setting("model.dim")
+    if layers and dim:
+        parts.append(f"Llama with {layers} layers of width {dim}")
+    if summary["vocabulary"]:
+        parts.append(f"vocabulary {summary['vocabulary']}")
+    return " · ".join(parts)
+
+
+def shared_conditions(runs: Sequence[Run]) -> str:
+    """Conditions of all runs: one line where they agree, else one part per run."""
+    found = [conditions(run) for run in runs]
+    if len(set(found)) == 1:
+        return found[0]
+    return "; ".join(f"{name}: {text}" for name, text in zip(run_labels(runs), found, strict=True))
+
+
+def _lines(runs: Sequence[Run], theme: Theme) -> list[tuple[Run, str, dict[str, object]]]:
+    """Each run with its label and line style, the second of a method in another dash."""
+    seen: dict[str, int] = {}
+    lines = []
+    for run, label in zip(runs, run_labels(runs), strict=True):
+        method = str(summary_of(run)["method"])
+        lines.append((run, label, method_line(theme, method, seen.get(method, 0))))
+        seen[method] = seen.get(method, 0) + 1
+    return lines
+
+
+def _frame_losses(axes: "Axes", runs: Sequence[Run]) -> bool:
+    """Leaves the first plunge above the frame, so that the rest can be told apart.
+
+    Returns:
+        Whether anything was left out.
+    """
+    finite: list[float] = []
+    heights: list[float] = []
+    for run in runs:
+        steps, losses = _mean_losses(run)
+        smoothed = [v for v in smooth(losses, window(len(losses))) if math.isfinite(v)]
+        heights += smoothed[len(smoothed) // 20 :][:1]
+        finite += [r.loss for s in run.metrics.values() for r in s if math.isfinite(r.loss)]
+    if not heights:
+        return False
+    low, high = min(finite), max(heights)
+    margin = 0.06 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+    return max(finite) > high + margin
+
+
+def _span(values: Sequence[float], decimals: int) -> str:
+    low, high = fixed(min(values), decimals), fixed(max(values), decimals)
+    return low if low == high else f"{low} to {high}"
+
+
+def _each(runs: Sequence[Run], texts: Sequence[str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in zip(run_labels(runs), texts, strict=True))
+
+
+def draw_loss_by_tokens(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -> Drawn:
+    """Training loss against tokens over all replicas; runs without steps are left out."""
+    runs = [run for run in runs if run.metrics.get(0)]
+    finals = [summary_of(run)["loss"] for run in runs]
+    title = "Training loss at the end: " + _each(runs, [fixed(loss, 2) for loss in finals])
+    if len(runs) > 4:
+        title = f"Training loss at the end of {len(runs)} runs: {_span(finals, 2)}"
+    has_validation = False
+    with drawing(theme):
+        figure = new_figure(3.6, title, shared_conditions(runs), theme)
+        axes = figure.subplots()
+        for run, label, line in _lines(runs, theme):
+            for steps in run.metrics.values():
+                x = [record.tokens for record in steps]
+                axes.plot(x, [r.loss for r in steps], color=line["color"], alpha=0.18, linewidth=0.8)
+            steps, losses = _mean_losses(run)
+            x = [record.tokens for record in steps]
+            marker = "o" if len(x) <= MARKED_POINTS else ""
+            axes.plot(x, smooth(losses, window(len(x))), label=label, marker=marker, **line)
+            points = [(r.tokens, r.validation_loss) for r in steps if r.validation_loss is not None]
+            if points:
+                has_validation = True
+                axes.plot(*zip(*points, strict=True), "o", color=line["color"], markersize=6.5,
+                          markerfacecolor=theme.paper, markeredgewidth=1.6)
+        cut = _frame_losses(axes, runs)
+        axes.set(xlabel="tokens seen by all replicas together", ylabel="loss (nats per token)")
+        axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
+        axes.margins(x=0.02)
+        axes.legend(loc="upper right")
+        save(figure, path)
+    caption = _loss_caption(runs, cut)
+    if has_validation:
+        caption += " Rings: loss of the anchor on held-out text."
+    return Drawn(path, title, caption, f"Line chart of loss against tokens. {title}.")
+
+
+def _loss_caption(runs: Sequence[Run], cut: bool) -> str:
+    caption = (
+        "Thin: every inner step of every replica. Thick: mean over replicas, smoothed over 4 % "
+        "of the steps. Numbers in the title: mean over the last 10 % of the steps."
+    )
+    if cut:
+        caption += " The first steps lie above the frame."
+    vocabularies = {summary_of(run)["vocabulary"] for run in runs}
+    if len(vocabularies) == 1 and (vocabulary := vocabularies.pop()):
+        caption += (
+            f" A uniform guess over {vocabulary} tokens scores {math.log(vocabulary):.2f}."
+        )
+    if missing := _non_finite_losses(runs):
+        caption += f" {counted(missing, 'loss')} not finite, left out of the curves."
+    return caption
+
+
+def draw_loss_by_bytes(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -> Drawn | None:
+    """Smoothed loss against bytes over the replica axis; None when no run sent any."""
+    runs = [run for run in runs if any(r.replica_bytes for r in run.metrics.get(0, []))]
+    if not runs:
+        return None
+    sent = [summary_of(run)["replica_bytes"] for run in runs]
+    title = "Sent per rank over the replica axis: " + _each(runs, [human_bytes(b) for b in sent])
+    if len(runs) > 4:
+        title = (
+            f"Sent per rank over the replica axis by {len(runs)} runs: "
+            f"{human_bytes(min(sent))} to {human_bytes(max(sent))}"
+        )
+    logarithmic = max(sent) > LOG_FROM_RATIO * min(sent)
+    with drawing(theme):
+        figure = new_figure(3.6, title, shared_conditions(runs), theme)
+        axes = figure.subplots()
+        for run, label, line in _lines(runs, theme):
+            steps, losses = _mean_losses(run)
+            smoothed = smooth(losses, window(len(losses)))
+            pairs = zip(steps, smoothed, strict=True)
+            drawn = [(r.replica_bytes, loss) for r, loss in pairs if r.replica_bytes > 0]
+            x, y = zip(*drawn, strict=True)
+            axes.plot(x, y, label=label, **line)
+            axes.plot(x[-1:], y[-1:], "o", color=line["color"], markersize=7)
+        _frame_losses(axes, runs)
+        if logarithmic:
+            axes.set_xscale("log")
+        scale = ", logarithmic" if logarithmic else ""
+        axes.set(
+            xlabel=f"sent per rank over the replica axis (bytes{scale})",
+            ylabel="loss (nats per token)",
+        )
+        axes.xaxis.set_major_formatter(lambda value, _: human_bytes(value))
+        axes.legend(loc="best")
+        save(figure, path)
+    caption = (
+        "Loss that a run had reached by the time a rank had handed this many bytes to collectives "
+        "over the replica axis; further left is cheaper, lower is better. Methods with rounds move "
+        "in stairs: they learn between rounds without sending. Dots: end of the run. What was "
+        "learnt before the first exchange is not drawn."
+    )
+    return Drawn(path, title, caption, f"Line chart of loss against bytes sent. {title}.")

@@ -1,0 +1,94 @@
+"""The comparison of runs as rows of text, for the terminal and for the page alike."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from core_torch.report.records import Run
+from core_torch.report.summary import summary_of
+from core_torch.report.text import MISSING, fixed, human_bytes, method_title, one_line
+
+
+class Row(NamedTuple):
+    """One run, formatted; the order of the columns."""
+
+    method: str
+    loss: str
+    perplexity: str
+    tokens_per_second: str
+    sent: str
+    against: str
+    rounds: str
+    anomalies: str
+
+
+HEADINGS = Row(
+    method="method",
+    loss="loss",
+    perplexity="validation perplexity",
+    tokens_per_second="tokens/s",
+    sent="sent per rank",
+    against="against synchronous",
+    rounds="rounds",
+    anomalies="anomalies",
+)
+
+
+def run_labels(runs: Sequence[Run]) -> list[str]:
+    """One label per run: its method, and its folder's name where two runs share a method."""
+    methods = [str(summary_of(run)["method"]) for run in runs]
+    return [
+        method_title(method)
+        + (f" ({one_line(run.folder.name, 30)})" if methods.count(method) > 1 else "")
+        for run, method in zip(runs, methods, strict=True)
+    ]
+
+
+def _comparable(summary: dict[str, Any]) -> tuple[Any, ...]:
+    """Bytes compare only between runs of equal mesh, model and length."""
+    return tuple(summary[name] for name in ("replicas", "shards", "parameters", "tokens"))
+
+
+def byte_factor(summary: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> str:
+    """Bytes over the replica axis against the synchronous run of the same mesh, model, length."""
+    sent = summary["replica_bytes"]
+    if summary["method"] == "synchronous":
+        return "baseline"
+    for other in summaries:
+        same = _comparable(other) == _comparable(summary)
+        if other["method"] == "synchronous" and same and other["replica_bytes"] and sent:
+            ratio = other["replica_bytes"] / sent
+            factor, word = (ratio, "less") if ratio >= 1 else (1 / ratio, "more")
+            return f"{factor:.{0 if factor >= 99.5 else 1}f}× {word}"
+    return MISSING
+
+
+def comparison_rows(runs: Sequence[Run]) -> list[Row]:
+    """The table's rows, in the order of ``runs``."""
+    summaries = [summary_of(run) for run in runs]
+    return [
+        Row(
+            method=label,
+            loss=fixed(summary["loss"], 3),
+            perplexity=fixed(summary["validation_perplexity"], 2),
+            tokens_per_second=fixed(summary["tokens_per_second"], 0),
+            sent=human_bytes(summary["replica_bytes"]),
+            against=byte_factor(summary, summaries),
+            rounds=fixed(summary["rounds"], 0),
+            anomalies=fixed(summary["anomalies"], 0),
+        )
+        for label, summary in zip(run_labels(runs), summaries, strict=True)
+    ]
+
+
+def comparison_table(runs: Sequence[Run]) -> Table:
+    """A table for the terminal. Cells are plain text: nothing in them is taken for markup."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS.method else "right")
+    for row in comparison_rows(runs):
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -1,0 +1,329 @@
+"""Training: one generator that yields a record per inner step, so it needs no callbacks.
+
+    state = build(config, mesh, corpus)
+    for record in train(state):
+        ...                          # log, checkpoint, stop whenever you like
+    finish(state)
+
+Everything that a run consists of is in ``TrainState``; the loop itself remembers nothing.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core_torch.adamw import AdamW
+from core_torch.collectives import psum
+from core_torch.config import RunConfig
+from core_torch.data.batches import Layout, batch_for, count_sequences, held_out_batches
+from core_torch.data.corpus import Corpus
+from core_torch.errors import NonFinite
+from core_torch.mesh import Mesh
+from core_torch.models import Llama, build_model, token_loss
+from core_torch.schedules import learning_rate
+from core_torch.shard.access import local_shard
+from core_torch.shard.fsdp2 import Sharded, shard_model
+from core_torch.sync.engine import LocalSGD
+from core_torch.sync.events import RoundEvent
+from core_torch.sync.methods import METHODS, rules_of
+from core_torch.sync.penalty import clip_coefficient
+from core_torch.sync.sync_round import sum_of_squares
+from core_torch.sync.trigger import StepTrigger
+from core_torch.sync.units import sync_units
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One inner step of this rank's replica: a line of metrics.jsonl."""
+
+    step: int
+    tokens: int  # over all replicas
+    loss: float  # mean over the replica's batch, before the step
+    grad_norm: float  # of the replica, before clipping
+    lr: float
+    seconds: float  # of this step
+    replica_bytes: int  # payload of this rank since the start, see collectives.py
+    shard_bytes: int
+    validation_loss: float | None = None
+    round: RoundEvent | None = field(default=None, compare=False)
+
+    def as_line(self) -> dict[str, Any]:
+        """The record without the round, which has a file of its own."""
+        line = asdict(self)
+        del line["round"]
+        return line
+
+
+@dataclass(slots=True)
+class TrainState:
+    """A run in progress: all that a checkpoint saves, and what it is built from."""
+
+    config: RunConfig
+    mesh: Mesh
+    corpus: Corpus
+    model: Llama
+    sharded: Sharded
+    optimizer: AdamW
+    sync: LocalSGD | None  # None: synchronous training
+    step: int = 0  # completed inner steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen by all replicas together."""
+        return self.step * self.config.tokens_per_step
+
+
+def build(config: RunConfig, mesh: Mesh, corpus: Corpus) -> TrainState:
+    """Builds model, shards, optimizer and engine for ``config`` on this rank."""
+    model = build_model(
+        config.model,
+        config.model.vocabulary or corpus.tokenizer.vocabulary,
+        seed=config.train.seed,
+        dtype=DTYPES[config.train.dtype],
+    )
+    compute = config.train.compute
+    sharded = shard_model(model, mesh, compute_dtype=None if compute == "same" else DTYPES[compute])
+    optimizer = build_optimizer(model, config)
+    return TrainState(
+        config,
+        mesh,
+        corpus,
+        model,
+        sharded,
+        optimizer,
+        build_sync(sharded, optimizer, config, mesh),
+    )
+
+
+def build_optimizer(model: Llama, config: RunConfig) -> AdamW:
+    """AdamW in which matrices decay and gains do not."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2]},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optim = config.optim
+    optimizer = AdamW(
+        groups,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+    optimizer.init_state()
+    return optimizer
+
+
+def build_sync(
+    sharded: Sharded, optimizer: AdamW, config: RunConfig, mesh: Mesh
+) -> LocalSGD | None:
+    """The engine of ``config.sync.method``, or None for synchronous training."""
+    row = METHODS[config.sync.method]
+    if row.unit == "none":
+        return None
+    units = sync_units(sharded.module, sharded.units, whole_model=row.unit == "model")
+    trigger = StepTrigger(warmup=config.sync.warmup, every=int(config.sync.every))
+    return LocalSGD(units, optimizer, mesh, rules=rules_of(config.sync), trigger=trigger)
+
+
+def train(state: TrainState) -> Iterator[StepRecord]:
+    """Takes inner steps until ``config.train.steps`` and yields a record after each.
+
+    A round that is due runs inside the step that it belongs to. Stop by leaving the loop;
+    go on by calling this again.
+
+    Raises:
+        NonFinite: a loss, gradient or pseudo-gradient that no penalty may leave out.
+    """
+    config = state.config
+    while state.step < config.train.steps:
+        began = time.perf_counter()
+        synchronous = state.sync is None or state.sync.is_synchronous
+        loss, grad_norm = inner_step(state, synchronous=synchronous)
+        state.step += 1
+        check_step(state, loss, grad_norm, synchronous=synchronous)
+        event = None if state.sync is None else state.sync.after_step()
+        check_round(state, event)
+        seconds = time.perf_counter() - began
+        every = config.train.evaluate_every
+        evaluate_now = every > 0 and state.step % every == 0
+        yield StepRecord(
+            step=state.step,
+            tokens=state.tokens,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=state.optimizer.param_groups[0]["lr"],
+            seconds=seconds,
+            replica_bytes=state.mesh.ledger.bytes_over("replica"),
+            shard_bytes=state.mesh.ledger.bytes_over("shard"),
+            validation_loss=evaluate(state) if evaluate_now else None,
+            round=event,
+        )
+
+
+def finish(state: TrainState) -> RoundEvent | None:
+    """Ends a run: one forced round if inner steps followed the last one.
+
+    Commit a checkpoint *before* this call if the run may be extended.
+    """
+    event = None if state.sync is None else state.sync.finish()
+    check_round(state, event)
+    return event
+
+
+def micro_batch(state: TrainState, index: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (B, T) int64 each, of micro-batch ``index`` of this rank."""
+    data, mesh = state.config.data, state.mesh
+    ids = state.corpus.train.ids
+    layout = Layout(
+        num_sequences=count_sequences(len(ids), data.sequence),
+        sequence=data.sequence,
+        batch=data.batch,
+        replicas=mesh.replica.size,
+        shards=mesh.shard.size,
+        seed=data.seed,
+    )
+    pair = batch_for(ids, layout, step=index, replica=mesh.replica.index, shard=mesh.shard.index)
+    inputs, targets = (torch.from_numpy(x).to(mesh.device) for x in pair)
+    return inputs, targets
+
+
+def inner_step(state: TrainState, *, synchronous: bool) -> tuple[float, float]:
+    """Gradients of all micro-batches, clipping, AdamW. Returns loss and gradient norm."""
+    accumulate = state.config.train.accumulate
+    state.sharded.mean_over_replicas = synchronous
+    total = torch.zeros((), device=state.mesh.device, dtype=torch.float64)
+    for k in range(accumulate):
+        inputs, targets = micro_batch(state, state.step * accumulate + k)
+        state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
+        loss = token_loss(state.model(inputs), targets) / accumulate
+        loss.backward()
+        total += loss.detach()
+    return apply_gradients(state, total)
+
+
+@torch.no_grad()
+def apply_gradients(state: TrainState, loss: Tensor) -> tuple[float, float]:
+    """Clips by the replica's own norm and steps the optimizer; one small message.
+
+    Args:
+        state: with gradients in place.
+        loss: () this rank's mean loss.
+
+    Returns:
+        Mean loss and gradient norm of the replica.
+    """
+    mesh, optim = state.mesh, state.config.optim
+    grads = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
+    square = sum_of_squares(grads, (1,) * len(grads)).to(loss.dtype)
+    sums = psum(torch.stack((loss, square)), mesh.shard, scope="metrics")
+    norm = sums[1].sqrt()
+    if optim.max_norm > 0:
+        factor = clip_coefficient(norm, max_norm=optim.max_norm, eps=1e-6)
+        for grad in grads:
+            grad.mul_(factor)
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate_of(state.config, step=state.step + 1)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return float(sums[0]) / mesh.shard.size, float(norm)
+
+
+def learning_rate_of(config: RunConfig, *, step: int) -> float:
+    """Learning rate of inner step ``step``, counted from 1."""
+    schedule = config.schedule
+    return learning_rate(
+        step * config.tokens_per_step,
+        peak=config.optim.lr,
+        shape=schedule.shape,
+        warmup_tokens=schedule.warmup_tokens,
+        total_tokens=config.total_tokens,
+        final_ratio=schedule.final_ratio,
+        decay_share=schedule.decay_share,
+    )
+
+
+def check_step(state: TrainState, loss: float, grad_norm: float, *, synchronous: bool) -> None:
+    """Stops on a non-finite step, unless the penalty will leave this replica out.
+
+    In a synchronous step a NaN reaches every replica through the mean, so nothing can help.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    if not synchronous and state.sync is not None and state.sync.rules.excludes:
+        return
+    what = "loss" if not math.isfinite(loss) else "gradient norm"
+    raise NonFinite(
+        f"{what} is {loss if what == 'loss' else grad_norm}",
+        where=f"replica {state.mesh.replica.index}, inner step {state.step}, "
+        f"method {state.config.sync.method}",
+        likely="the learning rate is too high, or the data hold something unusual",
+        next="a lower --optim.lr, or --sync.method edit, whose penalty leaves bad replicas out",
+    )
+
+
+def check_round(state: TrainState, event: RoundEvent | None) -> None:
+    """Stops on a non-finite pseudo-gradient where no penalty may leave it out.
+
+    The round that found it has kept the anchor, so the last good weights are not lost.
+    """
+    if event is None or state.sync is None or state.sync.rules.excludes:
+        return
+    found = event.first_non_finite()
+    if found is not None:
+        unit, replica = found
+        raise NonFinite(
+            f"pseudo-gradient of unit {unit!r} is not finite",
+            where=f"replica {replica}, round {event.round} after inner step {event.step}",
+            likely="that replica diverged since the last round",
+            next="a lower --optim.lr, or --sync.method edit with its penalty",
+        )
+
+
+@torch.no_grad()
+def evaluate(state: TrainState) -> float:
+    """Mean loss of the anchor over ``config.train.evaluate_sequences`` held-out sequences.
+
+    Every replica evaluates the same sequences, cut over its shards, so that nothing crosses
+    the replica axis; the trajectory is not touched.
+    """
+    data, mesh = state.config.data, state.mesh
+    wanted = state.config.train.evaluate_sequences
+    [(inputs, targets)] = held_out_batches(
+        state.corpus.held_out.ids, data.sequence, batch=wanted, count=wanted
+    )
+    count, shards = len(inputs), mesh.shard.size
+    turns = -(-count // (shards * data.batch))  # every rank runs as many forwards
+    total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+    state.model.eval()
+    with anchor(state):
+        for turn in range(turns):
+            first = (turn * shards + mesh.shard.index) * data.batch
+            rows = np.arange(first, first + data.batch)
+            keep = torch.from_numpy(rows < count).to(mesh.device)
+            x, y = (torch.from_numpy(a[rows % count]).to(mesh.device) for a in (inputs, targets))
+            total += sum_of_losses(state.model, x, y, keep)
+    state.model.train()
+    return float(psum(total, mesh.shard, scope="evaluation")) / count
+
+
+def sum_of_losses(model: Llama, inputs_BT: Tensor, targets_BT: Tensor, keep_B: Tensor) -> Tensor:
+    """() float64 sum of the mean losses of the kept sequences."""
+    logits = model(inputs_BT)
+    pairs = zip(logits, targets_BT, strict=True)
+    losses = torch.stack([token_loss(x[None], y[None]).double() for x, y in pairs])
+    return (losses * keep_B).sum()
+
+
+def anchor(state: TrainState) -> AbstractContextManager[None]:
+    """Context in which the model holds what all replicas agreed on last."""
+    return nullcontext() if state.sync is None else state.sync.anchor_weights()

@@ -1,0 +1,1 @@
+"""Functions that torch ranks run for the parity tests. Nothing here may import JAX."""

@@ -1,0 +1,158 @@
+"""Deliberate faults. A comparison that does not notice them proves nothing.
+
+A mutant is one edit of one shipped function: the text to find, which must occur exactly once,
+and what to put there. The edited source is compiled and takes the place of the function's
+code object, so every module that imported the function by name, and every table that holds
+it, runs the fault; nothing is looked up or patched. Arguments and defaults stay as they are.
+"""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One edit of one function."""
+
+    target: str  # module:qualname
+    before: str
+    after: str
+
+
+PENALTY, OUTER = "core_torch.sync.penalty", "core_torch.sync.outer"
+ADAMW, SCHEDULES = "core_torch.adamw", "core_torch.schedules"
+
+MUTANTS: dict[str, Mutant] = {
+    # outer step
+    "the outer step climbs": Mutant(f"{OUTER}:nesterov_step", "anchor - lr", "anchor + lr"),
+    "outer momentum dropped": Mutant(
+        f"{OUTER}:nesterov_step", "momentum * velocity + pseudo_grad", "pseudo_grad"
+    ),
+    "Nesterov is heavy ball": Mutant(
+        f"{OUTER}:nesterov_step", "(pseudo_grad + momentum * new_velocity)", "new_velocity"
+    ),
+    "a rollback moves the anchor": Mutant(
+        f"{OUTER}:nesterov_step", "torch.where(accept, new_anchor, anchor)", "new_anchor"
+    ),
+    "a rollback moves the velocity": Mutant(
+        f"{OUTER}:nesterov_step", "torch.where(accept, new_velocity, velocity)", "new_velocity"
+    ),
+    "nobody is healed": Mutant(
+        f"{OUTER}:heal", "torch.where(is_bad, torch.zeros_like(moment), moment)", "moment"
+    ),
+    # penalty
+    "finite is decided in the run's dtype": Mutant(
+        f"{PENALTY}:finite_norms", "norm_R.to(torch.float32)", "norm_R"
+    ),
+    "small norms are flagged too": Mutant(
+        f"{PENALTY}:judge", "z_R > z_threshold", "z_R.abs() > z_threshold"
+    ),
+    "cold statistics flag": Mutant(
+        f"{PENALTY}:judge", "stats.count_R >= warmup_rounds", "stats.count_R >= 0"
+    ),
+    "no spike test before the statistics are warm": Mutant(
+        f"{PENALTY}:judge", "norm_R.shape[-1] >= 3", "norm_R.shape[-1] >= 99"
+    ),
+    "re-armed one flag late": Mutant(
+        f"{PENALTY}:judge", "stats.flags_R + 1 >= rearm_after", "stats.flags_R >= rearm_after"
+    ),
+    "the median is the lower middle": Mutant(
+        f"{PENALTY}:median_over_replicas", "(middle_low + middle_high) / 2", "middle_low"
+    ),
+    "anomalies enter the mean": Mutant(
+        f"{PENALTY}:update_stats", "torch.where(accepted_R, mean_R, stats.mean_R)", "mean_R"
+    ),
+    "anomalies enter the variance": Mutant(
+        f"{PENALTY}:update_stats", "torch.where(accepted_R, var_R, stats.var_R)", "var_R"
+    ),
+    "statistics are not seeded": Mutant(
+        f"{PENALTY}:update_stats", ".clamp(min=ema_alpha)", ".clamp(min=ema_alpha, max=ema_alpha)"
+    ),
+    "weights not renormalised after exclusion": Mutant(
+        f"{PENALTY}:mixing_weights",
+        "torch.where(is_anomaly_R, -torch.inf, -norm_R / scale)",
+        "-norm_R / scale",
+    ),
+    "larger steps weigh more": Mutant(
+        f"{PENALTY}:mixing_weights", "-norm_R / scale", "norm_R / scale"
+    ),
+    "the mean counts the excluded": Mutant(
+        f"{PENALTY}:uniform_weights", "kept_R.sum(dim=-1, keepdim=True)", "kept_R.new_full((), 2.0)"
+    ),
+    "zero times NaN": Mutant(
+        f"{PENALTY}:weigh", "torch.where(weight > 0, weight * pseudo_grad, 0.0)", "weight * pseudo_grad"
+    ),
+    "no clip": Mutant(f"{PENALTY}:clip_coefficient", "(norm + eps), max=1.0", "(norm + eps) * 0 + 1"),
+    "clip amplifies": Mutant(f"{PENALTY}:clip_coefficient", ", max=1.0", ""),
+    "clip with eps subtracted": Mutant(f"{PENALTY}:clip_coefficient", "norm + eps", "norm - eps"),
+    # optimizer
+    "first moment not corrected": Mutant(
+        f"{ADAMW}:adamw_update", "exp_avg / (1.0 - beta1**step)", "exp_avg"
+    ),
+    "second moment not corrected": Mutant(
+        f"{ADAMW}:adamw_update", "(exp_avg_sq / (1.0 - beta2**step))", "exp_avg_sq"
+    ),
+    "the step counts from 0": Mutant(
+        f"{ADAMW}:adamw_update", "1.0 - beta2**step", "1.0 - beta2 ** (step + 1)"
+    ),
+    "no weight decay": Mutant(
+        f"{ADAMW}:adamw_update", "param * (1.0 - lr * weight_decay)", "param * 1.0"
+    ),
+    "decay not times the learning rate": Mutant(
+        f"{ADAMW}:adamw_update", "lr * weight_decay", "weight_decay"
+    ),
+    "eps under the root": Mutant(
+        f"{ADAMW}:adamw_update", "lr * mean / (root + eps)", "lr * mean / (root**2 + eps).sqrt()"
+    ),
+    # schedule
+    "warm-up ignored": Mutant(f"{SCHEDULES}:learning_rate", "tokens < warmup_tokens", "tokens < 0"),
+    "cosine to zero": Mutant(
+        f"{SCHEDULES}:decay_factor", "final_ratio + (1.0 - final_ratio) * remaining", "remaining"
+    ),
+}
+
+
+@contextmanager
+def applied(name: str) -> Iterator[None]:
+    """Runs the block with the mutant ``name`` in place of the shipped function, in this process.
+
+    Raises:
+        KeyError: there is no such mutant.
+        ValueError: the function no longer contains the text once.
+    """
+    mutant = MUTANTS[name]
+    function = find(mutant.target)
+    shipped, function.__code__ = function.__code__, edited_code(function, mutant)
+    try:
+        yield
+    finally:
+        function.__code__ = shipped
+
+
+def find(target: str) -> FunctionType:
+    """The function ``module:qualname``, below any decorators that wrap it."""
+    module, _, qualname = target.partition(":")
+    found: object = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    function = inspect.unwrap(found)  # type: ignore[arg-type]
+    assert isinstance(function, FunctionType)
+    return function
+
+
+def edited_code(function: FunctionType, mutant: Mutant) -> CodeType:
+    """Code object of ``function`` after the mutant's edit.
+
+    Raises:
+        ValueError: the text to replace does not occur exactly once.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
+    if (count := source.count(mutant.before)) != 1:
+        raise ValueError(f"{mutant.before!r} occurs {count} times in {mutant.target}, not once")
+    module = compile(source.replace(mutant.before, mutant.after), f"<{mutant.target}>", "exec")
+    codes = [c for c in module.co_consts if isinstance(c, CodeType)]
+    return next(c for c in codes if c.co_name == function.__name__)

@@ -1,0 +1,104 @@
+"""All tolerances of the parity tests, each with the reason for its size; none was tuned.
+
+In u, the ulps of a tensor's own size (``ulps.py``). The model behind them: a result is made by
+n roundings of relative size at most eps/2 with signs as good as random, so it is off by about
+sqrt(n) eps/2 in norm, and two cores that round independently differ by sqrt(2) times that. The
+factor 4 leaves room for what the model leaves out (sums of unequal terms, eps in exp and
+rsqrt). A wrong formula is off by 1e4 u or more in float64, so the gap is wide on both sides.
+
+========================  ====================  =============================================
+quantity                  tolerance             why
+========================  ====================  =============================================
+forward, gradient         4 sqrt(L K)           L layers in sequence, each a chain of dot
+                                                products of K terms; backward is as deep
+the same in bfloat16      4 sqrt(L)             products accumulate in float32, so only the
+                                                cast after each layer's operations rounds
+optimizer, locked         16                    about a dozen elementwise roundings, of which
+                                                the two cores share most
+states, locked            25                    a round: subtraction (exact by nature), a
+                                                norm, softmax, sum over replicas, outer step
+free-running AdamW        5 kappa               see ``free_running_adamw``
+free-running states       states + 4 sqrt(t)    t steps, each adds its own rounding
+========================  ====================  =============================================
+
+Float32 and bfloat16 have a second test, ``as_accurate``: neither core may be much further from
+the float64 result than the other. It does not depend on how well a model is conditioned.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+OPTIMIZER_ULPS = 16.0
+STATE_ULPS = 25.0
+FREE_RUNNING_CAP = 1e-12  # relative, float64, after 20 steps; 1e-14 was seen over 400
+ACCURACY_RATIO = 3.0
+BFLOAT16_MISMATCHES = 5e-4  # share of elements of one operation, each at most 1 ulp off
+
+
+class Tolerance(NamedTuple):
+    """How much is allowed, and why, for the table and for messages."""
+
+    value: float
+    reason: str
+
+
+EXACT = Tolerance(0.0, "bitwise")
+OPTIMIZER = Tolerance(OPTIMIZER_ULPS, "16: a dozen elementwise roundings")
+STATE = Tolerance(STATE_ULPS, "25: one round from equal inputs")
+
+
+def model(dtype: str, *, layers: int, width: int) -> Tolerance:
+    """For losses, logits and gradients of one forward and backward from equal inputs.
+
+    Args:
+        dtype: of the computation.
+        layers: L, transformer blocks.
+        width: K, terms of the longest dot product: the largest of the model's widths,
+            the vocabulary and, for gradients, the tokens of a batch.
+    """
+    if dtype == "bfloat16":
+        return Tolerance(4 * math.sqrt(layers), f"4 sqrt(L={layers})")
+    return Tolerance(4 * math.sqrt(layers * width), f"4 sqrt(L={layers} K={width})")
+
+
+def free_running_states(steps: int) -> Tolerance:
+    """For anchors, velocities and pseudo-gradients after ``steps`` steps on their own."""
+    value = STATE_ULPS + 4 * math.sqrt(steps)
+    return Tolerance(value, f"25 + 4 sqrt(t={steps})")
+
+
+def free_running_adamw(grad: np.ndarray, *, grad_ulps: float, dtype: str, eps: float) -> Tolerance:
+    """For the first AdamW update, in u of that update, when gradients already differ.
+
+    At step 1 the update is lr g / (|g| + eps). Its slope lr eps / (|g| + eps)^2 is steep where
+    |g| is of the order of AdamW's eps, so noise s in the gradient moves such elements by up to
+    2 lr, the distance from -lr to +lr. kappa is the root mean square of that movement over lr;
+    in u it is divided by eps(dtype) and by the rms of the update itself.
+
+    Args:
+        grad: the gradient, clipped as the optimizer sees it.
+        grad_ulps: tolerance of the gradient, from ``model``; gives s.
+        dtype: of the computation.
+        eps: AdamW's.
+    """
+    size = np.abs(grad.astype(np.float64))
+    unit = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[dtype]
+    noise = grad_ulps * unit * _rms(size)
+    kappa = _rms(np.minimum(2.0, noise * eps / (size + eps) ** 2))
+    update = _rms(size / (size + eps))
+    value = OPTIMIZER_ULPS + (5 * kappa / (unit * update) if update > 0 else 0.0)
+    return Tolerance(value, "16 + 5 kappa: step 1 amplifies noise where |g| ~ eps")
+
+
+def as_accurate(error: float, other: float, *, floor: float = 1.0) -> bool:
+    """True if ``error`` is at most three times ``other``: distances in u from float64 truth.
+
+    Below ``floor`` u both are as good as exact and their ratio means nothing.
+    """
+    return error <= ACCURACY_RATIO * max(other, floor)
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.square(x).mean())) if x.size else 0.0
