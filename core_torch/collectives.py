@@ -10,10 +10,11 @@ also what an operand or result shape says in compiled HLO, so both cores can be 
 is not what a wire carries: a ring all-reduce moves up to twice its buffer.
 """
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,12 @@ class Ledger:
         if self.trace is not None:
             dtype = str(payload.dtype).removeprefix("torch.")
             self.trace.append(Dispatch(axis, op, dtype, payload.numel(), scope))
+
+    def reset(self) -> None:
+        """Forgets everything, for another run on the same mesh."""
+        self.bytes.clear()
+        self.calls.clear()
+        self.trace = None if self.trace is None else []
 
     def bytes_over(self, axis: str) -> int:
         """Payload bytes of all operations over ``axis`` so far."""
@@ -96,6 +103,24 @@ def all_gather(x: Tensor, axis: Axis, *, scope: str) -> Tensor:
     axis.ledger.enter(axis.name, "all_gather", gathered, scope)
     dist.all_gather_single(gathered.view(-1), x.reshape(-1), group=axis.group)
     return gathered
+
+
+def gather_json(value: Any, *, device: torch.device) -> list[Any]:
+    """JSON values of all ranks of the world, in rank order, on every rank.
+
+    For control messages outside training (a commit, a report); not in any axis' ledger. JSON,
+    because what a peer sends must never be able to run code here.
+    """
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_single(sizes, torch.tensor([data.numel()], device=device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    gathered = torch.empty(longest * sizes.numel(), dtype=torch.uint8, device=device)
+    dist.all_gather_single(gathered, padded)
+    rows = zip(gathered.view(-1, longest).cpu(), sizes.tolist(), strict=True)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 
 
 class _Allocate:

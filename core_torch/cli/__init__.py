@@ -4,6 +4,7 @@ The process that a user starts imports neither torch nor jax, so that help and m
 configuration answer at once. Ranks are other processes, see ``launch`` and ``worker``.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TwinshardError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `twinshard ... | head`: nobody reads on, so there is nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

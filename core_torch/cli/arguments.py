@@ -11,7 +11,7 @@ Spellings: ``--a.b value``, ``--a.b=value``, ``--a.b-c`` for ``a.b_c``; for swit
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from core_torch.config import Problem
 from core_torch.config_file import from_text, kinds, misfit, unknown
@@ -92,11 +92,11 @@ def show_help(usage: str, summary: str, *bases: Any) -> None:
     """
     import tyro  # only help needs it, and it takes a fifth of a second
 
-    flat = tyro.conf.arg(name="")
+    inline: Any = tyro.conf.arg(name="")  # one namespace for the fields of all bases
     members = [
-        (f"part{i}", type(base), dataclasses.field(default=base)) for i, base in enumerate(bases)
+        (f"part{i}", Annotated[type(base), inline], dataclasses.field(default=base))
+        for i, base in enumerate(bases)
     ]
-    members = [(name, _annotated(kind, flat), default) for name, kind, default in members]
     options = dataclasses.make_dataclass("Options", members, frozen=True)
     try:
         tyro.cli(
@@ -109,12 +109,6 @@ def show_help(usage: str, summary: str, *bases: Any) -> None:
         )
     except SystemExit:
         return  # tyro leaves the process after its help
-
-
-def _annotated(kind: type, note: Any) -> Any:
-    from typing import Annotated
-
-    return Annotated[kind, note]
 
 
 def known_kinds(*bases: Any) -> dict[str, Any]:

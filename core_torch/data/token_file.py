@@ -10,9 +10,11 @@
 The file's size follows from the header, so a truncated file is noticed before any id is read.
 """
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -75,9 +77,8 @@ def open_tokens(path: Path | str) -> TokenFile:
     """
     path = Path(path)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(HEADER.size)
+        with path.open("rb") as file:  # opened once: another process may replace the path
+            return _map(file, path)
     except OSError as error:
         raise DataError(
             f"cannot read {path.name}: {error.strerror}",
@@ -85,6 +86,11 @@ def open_tokens(path: Path | str) -> TokenFile:
             likely="the run was not prepared, or the folder was moved",
             next=_REBUILD,
         ) from error
+
+
+def _map(file: BinaryIO, path: Path) -> TokenFile:
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise _broken(path, "is not a token file")
     _, version, itemsize, vocabulary, count = HEADER.unpack(head)
@@ -96,7 +102,7 @@ def open_tokens(path: Path | str) -> TokenFile:
     want = HEADER.size + count * itemsize
     if count == 0 or size != want:
         raise _broken(path, f"has {size} bytes; {count} ids need {want}")
-    ids = np.memmap(path, dtype=f"<u{itemsize}", mode="r", offset=HEADER.size, shape=(count,))
+    ids = np.memmap(file, dtype=f"<u{itemsize}", mode="r", offset=HEADER.size, shape=(count,))
     return TokenFile(path, vocabulary, ids)
 
 

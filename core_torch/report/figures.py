@@ -8,19 +8,27 @@ method. Rounds are drawn in round_figures.py.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core_torch.report.records import Run, Step
-from core_torch.report.style import LIGHT, Theme, drawing, method_line, new_figure, save
+from core_torch.report.style import (
+    LIGHT,
+    Theme,
+    drawing,
+    label_decades,
+    method_line,
+    new_figure,
+    save,
+)
 from core_torch.report.summary import summary_of
 from core_torch.report.table import run_labels
-from core_torch.report.text import counted, fixed, human_bytes, human_count
+from core_torch.report.text import counted, fixed, human_bytes, human_count, tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKED_POINTS = 25  # up to here single points get a marker
-LOG_FROM_RATIO = 20.0  # bytes that differ more than this need a logarithmic axis
+LOG_FROM_RATIO = 8.0  # bytes that differ more than this need a logarithmic axis
 
 
 class Drawn(NamedTuple):
@@ -45,8 +53,7 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
         counts.append(counts[-1] + keep)
     smoothed = []
     for index in range(len(values)):
-        reach = min(width // 2, index, len(values) - 1 - index)
-        low, high = index - reach, index + reach + 1
+        low, high = max(0, index - width // 2), min(len(values), index + width // 2 + 1)
         count = counts[high] - counts[low]
         smoothed.append((sums[high] - sums[low]) / count if count else math.nan)
     return smoothed
@@ -100,7 +107,7 @@ def shared_conditions(runs: Sequence[Run]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in zip(run_labels(runs), found, strict=True))
 
 
-def _lines(runs: Sequence[Run], theme: Theme) -> list[tuple[Run, str, dict[str, object]]]:
+def _lines(runs: Sequence[Run], theme: Theme) -> list[tuple[Run, str, dict[str, Any]]]:
     """Each run with its label and line style, the second of a method in another dash."""
     seen: dict[str, int] = {}
     lines = []
@@ -122,7 +129,7 @@ def _frame_losses(axes: "Axes", runs: Sequence[Run]) -> bool:
     for run in runs:
         steps, losses = _mean_losses(run)
         smoothed = [v for v in smooth(losses, window(len(losses))) if math.isfinite(v)]
-        heights += smoothed[len(smoothed) // 20 :][:1]
+        heights += smoothed[len(smoothed) // 10 :][:1]
         finite += [r.loss for s in run.metrics.values() for r in s if math.isfinite(r.loss)]
     if not heights:
         return False
@@ -138,7 +145,8 @@ def _span(values: Sequence[float], decimals: int) -> str:
 
 
 def _each(runs: Sequence[Run], texts: Sequence[str]) -> str:
-    return ", ".join(f"{name} {text}" for name, text in zip(run_labels(runs), texts, strict=True))
+    pairs = zip(run_labels(runs), texts, strict=True)
+    return ", ".join(f"{name} {text}".replace(" ", "\N{NO-BREAK SPACE}") for name, text in pairs)
 
 
 def draw_loss_by_tokens(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -> Drawn:
@@ -155,7 +163,9 @@ def draw_loss_by_tokens(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -
         for run, label, line in _lines(runs, theme):
             for steps in run.metrics.values():
                 x = [record.tokens for record in steps]
-                axes.plot(x, [r.loss for r in steps], color=line["color"], alpha=0.18, linewidth=0.8)
+                axes.plot(
+                    x, [r.loss for r in steps], color=line["color"], alpha=0.18, linewidth=0.8
+                )
             steps, losses = _mean_losses(run)
             x = [record.tokens for record in steps]
             marker = "o" if len(x) <= MARKED_POINTS else ""
@@ -163,11 +173,17 @@ def draw_loss_by_tokens(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -
             points = [(r.tokens, r.validation_loss) for r in steps if r.validation_loss is not None]
             if points:
                 has_validation = True
-                axes.plot(*zip(*points, strict=True), "o", color=line["color"], markersize=6.5,
-                          markerfacecolor=theme.paper, markeredgewidth=1.6)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    "o",
+                    color=line["color"],
+                    markersize=5,
+                    markerfacecolor=theme.paper,
+                    markeredgewidth=1.6,
+                )
         cut = _frame_losses(axes, runs)
         axes.set(xlabel="tokens seen by all replicas together", ylabel="loss (nats per token)")
-        axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
+        axes.xaxis.set_major_formatter(lambda value, _: tick(human_count(value)))
         axes.margins(x=0.02)
         axes.legend(loc="upper right")
         save(figure, path)
@@ -186,9 +202,7 @@ def _loss_caption(runs: Sequence[Run], cut: bool) -> str:
         caption += " The first steps lie above the frame."
     vocabularies = {summary_of(run)["vocabulary"] for run in runs}
     if len(vocabularies) == 1 and (vocabulary := vocabularies.pop()):
-        caption += (
-            f" A uniform guess over {vocabulary} tokens scores {math.log(vocabulary):.2f}."
-        )
+        caption += f" A uniform guess over {vocabulary} tokens scores {math.log(vocabulary):.2f}."
     if missing := _non_finite_losses(runs):
         caption += f" {counted(missing, 'loss')} not finite, left out of the curves."
     return caption
@@ -206,6 +220,7 @@ def draw_loss_by_bytes(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) ->
             f"Sent per rank over the replica axis by {len(runs)} runs: "
             f"{human_bytes(min(sent))} to {human_bytes(max(sent))}"
         )
+    least = min(r.replica_bytes for run in runs for r in run.metrics[0] if r.replica_bytes)
     logarithmic = max(sent) > LOG_FROM_RATIO * min(sent)
     with drawing(theme):
         figure = new_figure(3.6, title, shared_conditions(runs), theme)
@@ -216,17 +231,18 @@ def draw_loss_by_bytes(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) ->
             pairs = zip(steps, smoothed, strict=True)
             drawn = [(r.replica_bytes, loss) for r, loss in pairs if r.replica_bytes > 0]
             x, y = zip(*drawn, strict=True)
-            axes.plot(x, y, label=label, **line)
+            axes.plot(x, y, label=label, drawstyle="steps-post", **line)
             axes.plot(x[-1:], y[-1:], "o", color=line["color"], markersize=7)
         _frame_losses(axes, runs)
         if logarithmic:
             axes.set_xscale("log")
+            label_decades(axes.xaxis, max(sent) / max(1, least))
         scale = ", logarithmic" if logarithmic else ""
         axes.set(
             xlabel=f"sent per rank over the replica axis (bytes{scale})",
             ylabel="loss (nats per token)",
         )
-        axes.xaxis.set_major_formatter(lambda value, _: human_bytes(value))
+        axes.xaxis.set_major_formatter(lambda value, _: tick(human_bytes(value)))
         axes.legend(loc="best")
         save(figure, path)
     caption = (

@@ -178,8 +178,14 @@ def _parse_json(text: str) -> dict[str, Any]:
 def _parse_step(raw: dict[str, Any]) -> Step:
     validation = raw["validation_loss"]
     return Step(
-        **{name: int(raw[name]) for name in ("step", "tokens", "replica_bytes", "shard_bytes")},
-        **{name: float(raw[name]) for name in ("loss", "grad_norm", "lr", "seconds")},
+        step=int(raw["step"]),
+        tokens=int(raw["tokens"]),
+        loss=float(raw["loss"]),
+        grad_norm=float(raw["grad_norm"]),
+        lr=float(raw["lr"]),
+        seconds=float(raw["seconds"]),
+        replica_bytes=int(raw["replica_bytes"]),
+        shard_bytes=int(raw["shard_bytes"]),
         validation_loss=None if validation is None else float(validation),
     )
 
@@ -269,8 +275,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
     """summary.json with its numbers as numbers."""
     raw = _read_json(path)
     try:
-        numbers = {k: v if isinstance(v, int) else float(v) for k, v in raw.items()
-                   if k != "method" and v is not None}
+        numbers = {
+            k: v if isinstance(v, int) else float(v)
+            for k, v in raw.items()
+            if k != "method" and v is not None
+        }
     except _UNREADABLE as error:
         raise DataError(f"{path.name} holds what is no number: {error}", where=str(path)) from error
     return raw | numbers

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDTH_INCHES = 6.6
@@ -33,7 +34,7 @@ class Theme:
     grid: str
     methods: dict[str, str]
     replicas: tuple[str, ...]
-    clip_map: str  # matplotlib colour map, low to high
+    clipped: tuple[str, str]  # colours of a clip factor of 0 and of 1
 
 
 LIGHT = Theme(
@@ -49,7 +50,7 @@ LIGHT = Theme(
         "edit": "#d55e00",
     },
     replicas=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#6b4fa0"),
-    clip_map="Blues_r",
+    clipped=("#08457e", "#f1f4f8"),
 )
 DARK = Theme(
     name="dark",
@@ -64,7 +65,7 @@ DARK = Theme(
         "edit": "#ff8c42",
     },
     replicas=("#56b4e9", "#ff8c42", "#2fc49a", "#e59cc4", "#e6c229", "#7f9cf5", "#c3a6ff"),
-    clip_map="cividis",
+    clipped=("#8fd0ff", "#1e2328"),
 )
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
@@ -83,7 +84,7 @@ def replica_line(theme: Theme, replica: int) -> dict[str, Any]:
     return {"color": theme.replicas[index], "linestyle": DASHES[cycle % len(DASHES)]}
 
 
-def _settings(theme: Theme) -> dict[str, Any]:
+def _settings(theme: Theme) -> Any:
     ink, muted = theme.ink, theme.muted
     return {
         "font.family": "DejaVu Sans",
@@ -137,10 +138,16 @@ def new_figure(height_inches: float, title: str, footnote: str, theme: Theme) ->
     assert engine is not None
     engine.set(rect=(0.0, below / height, 1.0, 1.0 - (below + above) / height))  # type: ignore[call-arg]
     figure.text(0.015, 1 - 0.08 / height, "\n".join(heads), va="top", size=12.5, weight="bold")
-    figure.text(
-        0.015, 0.08 / height, "\n".join(notes), va="bottom", size=8.8, color=theme.muted
-    )
+    figure.text(0.015, 0.08 / height, "\n".join(notes), va="bottom", size=8.8, color=theme.muted)
     return figure
+
+
+def label_decades(axis: "Axis", ratio: float) -> None:
+    """Labels powers of ten of a logarithmic axis, and three times those where they are few."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0) if ratio < 3000 else (1.0,)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: "Figure", path: Path) -> None:

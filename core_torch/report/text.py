@@ -78,6 +78,11 @@ def human_count(count: float | None) -> str:
     return MISSING if count is None else _scaled(count, ("", "k", "M", "G", "T"))
 
 
+def tick(text: str) -> str:
+    """A scaled number without trailing zeros: ``1.20 M`` -> ``1.2 M``."""
+    return re.sub(r"(?:\.0+|(\.\d*?)0+)(?= )", r"\1", text)
+
+
 def fixed(value: float | None, decimals: int) -> str:
     """``value`` with grouped thousands; ``–`` for none, ``nan`` and ``inf`` spelt out."""
     if value is None:
@@ -86,5 +91,6 @@ def fixed(value: float | None, decimals: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 round``, ``2 rounds``, ``no rounds``."""
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+    """``1 round``, ``2 rounds``, ``no rounds``, ``3 anomalies``, ``2 losses``."""
+    plural = re.sub(r"y$", "ie", re.sub(r"(ss)$", r"\1e", noun)) + "s"
+    return f"{f'{count:,}' if count else 'no'} {noun if count == 1 else plural}"

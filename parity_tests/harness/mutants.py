@@ -84,9 +84,13 @@ MUTANTS: dict[str, Mutant] = {
         f"{PENALTY}:uniform_weights", "kept_R.sum(dim=-1, keepdim=True)", "kept_R.new_full((), 2.0)"
     ),
     "zero times NaN": Mutant(
-        f"{PENALTY}:weigh", "torch.where(weight > 0, weight * pseudo_grad, 0.0)", "weight * pseudo_grad"
+        f"{PENALTY}:weigh",
+        "torch.where(weight > 0, weight * pseudo_grad, 0.0)",
+        "weight * pseudo_grad",
     ),
-    "no clip": Mutant(f"{PENALTY}:clip_coefficient", "(norm + eps), max=1.0", "(norm + eps) * 0 + 1"),
+    "no clip": Mutant(
+        f"{PENALTY}:clip_coefficient", "(norm + eps), max=1.0", "(norm + eps) * 0 + 1"
+    ),
     "clip amplifies": Mutant(f"{PENALTY}:clip_coefficient", ", max=1.0", ""),
     "clip with eps subtracted": Mutant(f"{PENALTY}:clip_coefficient", "norm + eps", "norm - eps"),
     # optimizer
@@ -103,7 +107,7 @@ MUTANTS: dict[str, Mutant] = {
         f"{ADAMW}:adamw_update", "param * (1.0 - lr * weight_decay)", "param * 1.0"
     ),
     "decay not times the learning rate": Mutant(
-        f"{ADAMW}:adamw_update", "lr * weight_decay", "weight_decay"
+        f"{ADAMW}:adamw_update", "1.0 - lr * weight_decay", "1.0 - weight_decay"
     ),
     "eps under the root": Mutant(
         f"{ADAMW}:adamw_update", "lr * mean / (root + eps)", "lr * mean / (root**2 + eps).sqrt()"

@@ -29,7 +29,7 @@ from parity_tests.harness.messages import receive, send
 
 START_SECONDS = 180.0  # four imports of torch on a busy machine
 GRACE_SECONDS = 2.0
-LOG_LINES = 40
+LOG_LINES = 120  # one full stack and what came before it
 
 
 class RanksFailed(RuntimeError):

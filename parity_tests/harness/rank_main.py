@@ -73,7 +73,7 @@ def main(descriptor: int, rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world),
+        store=dist.FileStore(store, world),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),

@@ -18,7 +18,9 @@ optimizer, locked         16                    about a dozen elementwise roundi
 states, locked            25                    a round: subtraction (exact by nature), a
                                                 norm, softmax, sum over replicas, outer step
 free-running AdamW        5 kappa               see ``free_running_adamw``
-free-running states       states + 4 sqrt(t)    t steps, each adds its own rounding
+free-running updates      4 sqrt(t) (r +        each of t steps rounds the parameters, which
+                          sqrt(L K))            are r times as large as the update, and adds
+                                                a gradient's error
 ========================  ====================  =============================================
 
 Float32 and bfloat16 have a second test, ``as_accurate``: neither core may be much further from
@@ -30,6 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 OPTIMIZER_ULPS = 16.0
 STATE_ULPS = 25.0
 FREE_RUNNING_CAP = 1e-12  # relative, float64, after 20 steps; 1e-14 was seen over 400
@@ -63,10 +66,30 @@ def model(dtype: str, *, layers: int, width: int) -> Tolerance:
     return Tolerance(4 * math.sqrt(layers * width), f"4 sqrt(L={layers} K={width})")
 
 
-def free_running_states(steps: int) -> Tolerance:
-    """For anchors, velocities and pseudo-gradients after ``steps`` steps on their own."""
-    value = STATE_ULPS + 4 * math.sqrt(steps)
-    return Tolerance(value, f"25 + 4 sqrt(t={steps})")
+def free_running(
+    dtype: str, *, steps: int, layers: int, width: int, params: float, update: float
+) -> Tolerance:
+    """For updates and pseudo-gradients after ``steps`` steps of each core on its own.
+
+    An update is what is left when parameters are subtracted, so it inherits their rounding,
+    which is ``params / update`` times as large in its own ulps. In float64 never more than
+    1e-12 of the update: beyond that a formula differs, not a rounding.
+
+    Args:
+        dtype: of the parameters.
+        steps: t, inner steps since both cores held the same values.
+        layers: L, see ``model``.
+        width: K, see ``model``.
+        params: L2 norm of the parameters.
+        update: L2 norm of the update or pseudo-gradient, above 0.
+    """
+    ratio = params / update
+    value = 4 * math.sqrt(steps) * (ratio + math.sqrt(layers * width))
+    reason = f"4 sqrt(t={steps}) (r={ratio:.3g} + sqrt(L={layers} K={width}))"
+    cap = FREE_RUNNING_CAP / EPS["float64"]
+    if dtype == "float64" and value > cap:
+        return Tolerance(cap, f"1e-12 of the update, below {reason}")
+    return Tolerance(value, reason)
 
 
 def free_running_adamw(grad: np.ndarray, *, grad_ulps: float, dtype: str, eps: float) -> Tolerance:
@@ -84,7 +107,7 @@ def free_running_adamw(grad: np.ndarray, *, grad_ulps: float, dtype: str, eps: f
         eps: AdamW's.
     """
     size = np.abs(grad.astype(np.float64))
-    unit = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[dtype]
+    unit = EPS[dtype]
     noise = grad_ulps * unit * _rms(size)
     kappa = _rms(np.minimum(2.0, noise * eps / (size + eps) ** 2))
     update = _rms(size / (size + eps))

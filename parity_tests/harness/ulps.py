@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parity_tests.harness.codec import BFLOAT16
-from parity_tests.harness.tolerances import Tolerance
-
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+from parity_tests.harness.tolerances import EPS, Tolerance
 
 
 def ulps(x: np.ndarray, y: np.ndarray, *, dtype: str = "") -> float:
@@ -54,12 +51,12 @@ def element_steps(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"{x.dtype}{x.shape} against {y.dtype}{y.shape}")
-    bits = {2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize]
-    return np.abs(_ordinal(x, bits) - _ordinal(y, bits))
+    return np.abs(_ordinal(x) - _ordinal(y))
 
 
-def _ordinal(x: np.ndarray, bits: type[np.signedinteger]) -> np.ndarray:
+def _ordinal(x: np.ndarray) -> np.ndarray:
     """Integers in the order of the floats: adjacent floats have adjacent integers."""
+    bits = np.dtype(f"int{8 * x.dtype.itemsize}")
     raw = np.ascontiguousarray(x).view(bits).astype(np.int64)
     return np.where(raw < 0, np.int64(np.iinfo(bits).min) - raw, raw)
 
@@ -125,7 +122,14 @@ class ErrorTable:
             return []
         head = ("quantity", "dtype", "compared", "worst u", "allowed u", "allowed because")
         rows = [
-            (r.quantity, r.dtype, str(self.counts[key]), f"{r.error:.3g}", f"{r.tolerance:.4g}", r.reason)
+            (
+                r.quantity,
+                r.dtype,
+                str(self.counts[key]),
+                f"{r.error:.3g}",
+                f"{r.tolerance:.4g}",
+                r.reason,
+            )
             for key, r in sorted(self.worst.items())
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -147,8 +151,3 @@ def mismatches(x: np.ndarray, y: np.ndarray) -> tuple[float, int]:
     """
     steps = element_steps(x, y)
     return float((steps > 0).mean()) if steps.size else 0.0, int(steps.max(initial=0))
-
-
-def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Rounds to bfloat16, to nearest even."""
-    return x.astype(BFLOAT16)

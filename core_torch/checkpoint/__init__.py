@@ -1,0 +1,1 @@
+"""Checkpoints: commit, verify, resume, also with another number of shards."""

@@ -1,0 +1,87 @@
+"""The exported model: the anchor, whole, as one safetensors file under canonical names."""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from core_torch.checkpoint.load import read
+from core_torch.checkpoint.state import Layout
+from core_torch.config import RunConfig
+from core_torch.errors import CheckpointCorrupt, CheckpointMismatch
+from core_torch.models import Llama, build_model
+from core_torch.shard.access import gather_rows, is_sharded, local_shard
+from core_torch.train import DTYPES, TrainState, anchor
+
+FILE = "model.safetensors"
+
+
+@torch.no_grad()
+def export_model(state: TrainState, folder: Path) -> Path:
+    """Writes what all replicas agreed on last; all ranks of replica 0 take part.
+
+    Returns:
+        Path of the file, which only the first rank writes.
+    """
+    whole = {}
+    with anchor(state):
+        for name, p in state.model.named_parameters():
+            local = local_shard(p)
+            full = local
+            if is_sharded(p):
+                full = gather_rows(local, p.shape, state.mesh.shard, scope="export")
+            whole[name] = full.cpu().contiguous()
+    if state.mesh.is_lead:
+        temporary = folder / f".{FILE}.tmp"
+        save_file(whole, temporary)
+        os.replace(temporary, folder / FILE)
+    return folder / FILE
+
+
+def load_model(folder: Path, config: RunConfig, vocabulary: int) -> Llama:
+    """The exported model of a run in one process; of an unfinished run, its last commit.
+
+    Raises:
+        CheckpointError: neither is there, or it is not sound or not of this configuration.
+    """
+    model = empty_model(config, vocabulary)
+    path = folder / FILE
+    if path.exists():
+        try:
+            tensors = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+    else:
+        saved = read(folder, layout=Layout(0, 0, config.mesh.replicas, 1))
+        kind = "anchor/" if saved.shared else "param/"
+        held = saved.shared or saved.own
+        tensors = {
+            name.removeprefix(kind): shard.local
+            for name, shard in held.items()
+            if name.startswith(kind)
+        }
+    _fill(model, tensors, path)
+    return model
+
+
+def empty_model(config: RunConfig, vocabulary: int) -> Llama:
+    """A model of the run's shape, with its initial weights."""
+    size = config.model.vocabulary or vocabulary
+    return build_model(config.model, size, seed=config.train.seed, dtype=DTYPES[config.train.dtype])
+
+
+@torch.no_grad()
+def _fill(model: Llama, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    params = dict(model.named_parameters())
+    wrong = sorted(params.keys() ^ tensors.keys())
+    wrong += [n for n in params.keys() & tensors.keys() if params[n].shape != tensors[n].shape]
+    if wrong:
+        raise CheckpointMismatch(
+            f"{wrong[0]} does not fit the configuration ({len(wrong)} such tensors)",
+            where=str(path),
+            likely="the file or config.toml comes from another run",
+        )
+    for name, p in params.items():
+        p.copy_(tensors[name])

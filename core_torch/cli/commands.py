@@ -1,0 +1,161 @@
+"""The table of commands. A command's own file is imported only when its words make sense."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from core_torch import __version__
+from core_torch.cli.arguments import known_kinds, scan, show_help, wants_help
+from core_torch.cli.options import (
+    DemoOptions,
+    DoctorOptions,
+    ReportOptions,
+    SampleOptions,
+    TrainOptions,
+)
+from core_torch.cli.worker import torchrun_place
+from core_torch.config import Problem, RunConfig, all_problems
+from core_torch.config_file import apply, load_values
+from core_torch.errors import EXIT_OK, ConfigError
+
+
+class Command(NamedTuple):
+    """One row: how the command is called and what runs it.
+
+    ``file`` has ``run(options, words) -> exit code``; for train, options are the pair of its
+    own and the run's configuration.
+    """
+
+    usage: str
+    summary: str
+    bases: tuple[Any, ...]
+    fewest_words: int
+    most_words: int
+    file: str
+
+
+COMMANDS = {
+    "demo": Command(
+        "demo",
+        "Trains a small model with each method on this machine and compares them.",
+        (DemoOptions(),),
+        0,
+        0,
+        "core_torch.cli.demo",
+    ),
+    "train": Command(
+        "train [CONFIG.toml]",
+        "Trains a model. Options override the file, the file overrides the defaults.",
+        (TrainOptions(), RunConfig()),
+        0,
+        1,
+        "core_torch.cli.train",
+    ),
+    "sample": Command(
+        "sample RUN",
+        "Writes text with the model of a run.",
+        (SampleOptions(),),
+        1,
+        1,
+        "core_torch.cli.sample",
+    ),
+    "report": Command(
+        "report RUN [RUN ...]",
+        "Compares runs: a table, and a page with their curves.",
+        (ReportOptions(),),
+        1,
+        1000,
+        "core_torch.cli.report",
+    ),
+    "doctor": Command(
+        "doctor",
+        "Checks this machine: versions, memory, collectives, initial weights.",
+        (DoctorOptions(),),
+        0,
+        0,
+        "core_torch.cli.doctor",
+    ),
+}
+
+
+def run_command(words: list[str]) -> int:
+    """Runs the command that ``words`` name and returns its exit code.
+
+    Raises:
+        ConfigError: unknown command, or all that is wrong with its words, before any work.
+    """
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return EXIT_OK
+    if words[0] in ("-V", "--version"):
+        print(f"twinshard {__version__}")
+        return EXIT_OK
+    name, *args = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"no command {name!r}{hint}", next="twinshard --help")
+    command = COMMANDS[name]
+    if wants_help(args):
+        show_help(f"twinshard {command.usage}", command.summary, *command.bases)
+        return EXIT_OK
+    try:
+        options, rest = parse(name, args)
+    except ConfigError as error:
+        place = torchrun_place()
+        if place is not None and place.rank > 0:  # every rank reads the same words
+            raise SystemExit(error.exit_code) from None
+        raise
+    run: Callable[[Any, list[str]], int] = importlib.import_module(command.file).run
+    return run(options[0] if len(options) == 1 else options, rest)
+
+
+def overview() -> str:
+    """The text of ``twinshard --help``."""
+    rows = [f"  {command.usage:<22}{command.summary}" for command in COMMANDS.values()]
+    return "\n".join(
+        [
+            "Twinshard: sharded training with local SGD, one algorithm, two cores.",
+            "",
+            "usage: twinshard COMMAND [OPTIONS]",
+            "",
+            *rows,
+            "",
+            "twinshard COMMAND --help lists the options of a command.",
+        ]
+    )
+
+
+def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
+    """Options of the command ``name``, one object per base, and its other words.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    command = COMMANDS[name]
+    known = known_kinds(*command.bases)
+    values, words, problems = scan(args, known)
+    if len(words) > command.most_words:
+        extra = words[command.most_words :]
+        problems += [Problem(word, "is one word too many") for word in extra]
+    if len(words) < command.fewest_words:
+        problems.append(Problem("RUN", "is missing: the folder of a run"))
+    options = []
+    for base in command.bases:
+        if isinstance(base, RunConfig) and words:
+            base, problems_of_file = apply(base, load_values(words[0]))
+            problems += problems_of_file
+        own = {path: value for path, value in values.items() if path in known_kinds(base)}
+        base, _ = apply(base, own)  # scan has checked the types
+        problems += all_problems(base)
+        options.append(base)
+    if problems:
+        raise _error(name, problems)
+    return tuple(options), words
+
+
+def _error(name: str, problems: list[Problem]) -> ConfigError:
+    listed = "".join(f"\n    {p.path}: {p.message}" for p in problems)
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(f"{count}{listed}", next=f"twinshard {name} --help")

@@ -1,0 +1,155 @@
+"""One run on one rank: build or resume, train, record, commit, evaluate, export.
+
+``train`` runs one session, ``demo`` several on the same mesh, one after the other.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core_torch.checkpoint.commit import latest
+from core_torch.checkpoint.export import empty_model, export_model, load_model
+from core_torch.checkpoint.load import read
+from core_torch.checkpoint.save import save
+from core_torch.checkpoint.snapshot import layout_of, restore, snapshot
+from core_torch.cli.events import OnEvent
+from core_torch.collectives import gather_json
+from core_torch.config import RunConfig
+from core_torch.data.corpus import Corpus
+from core_torch.mesh import Mesh
+from core_torch.models import Llama, generate
+from core_torch.report.records import RecordWriter, load_run, write_json
+from core_torch.report.summary import summarise
+from core_torch.sync.events import RoundEvent
+from core_torch.train import StepRecord, TrainState, build, evaluate, finish, train
+
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 240, 0.8
+
+Write = Callable[[StepRecord | None, RoundEvent | None], None]
+
+
+class Session:
+    """A run in its folder, from one rank's point of view.
+
+    Args:
+        config: of the run; ``config.run`` is the folder.
+        mesh: joined; its ledger starts anew.
+        corpus: prepared.
+        resume: go on from the newest commit if there is one.
+        emit: takes events: "begin", then "step" after each inner step.
+    """
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, corpus: Corpus, *, resume: bool, emit: OnEvent
+    ) -> None:
+        self.config, self.mesh, self.corpus, self.emit = config, mesh, corpus, emit
+        self.folder = Path(config.run)
+        mesh.ledger.reset()
+        self.state: TrainState = build(config, mesh, corpus)
+        self.committed: int | None = None  # step of the newest commit
+        if resume and latest(self.folder) is not None:
+            restore(self.state, read(self.folder, layout=layout_of(mesh)))
+            self.committed = self.state.step
+
+    def run(self) -> dict[str, Any] | None:
+        """Trains to the end. Returns the summary on the lead, None on other ranks."""
+        state = self.state
+        self.emit(
+            {
+                "event": "begin",
+                "method": self.config.sync.method,
+                "step": state.step,
+                "steps": self.config.train.steps,
+            }
+        )
+        with self._records() as write:
+            for record in train(state):
+                write(record, record.round)
+                every = self.config.checkpoint.every
+                if every > 0 and state.step % every == 0:
+                    self.commit()
+                self.emit({"event": "step", **record.as_line(), "committed": self.committed})
+            self.commit()  # before the closing round, so that the run can be extended exactly
+            write(None, finish(state))
+        return self._conclude()
+
+    def commit(self) -> None:
+        """Commits this step unless it is committed already."""
+        if self.committed == self.state.step:
+            return
+        save(
+            self.folder,
+            snapshot(self.state),
+            step=self.state.step,
+            mesh_layout=layout_of(self.mesh),
+            barrier=dist.barrier,
+            gather=lambda value: gather_json(value, device=self.mesh.device),
+            tokenizer=self.corpus.train.path.parent / "tokenizer.json",
+            keep=self.config.checkpoint.keep,
+        )
+        self.committed = self.state.step
+
+    @contextmanager
+    def _records(self) -> Iterator[Write]:
+        """The first rank of every replica writes its own records."""
+        if self.mesh.shard.index != 0:
+            yield lambda record, event: None
+            return
+        with RecordWriter(self.folder, self.mesh.replica.index) as writer:
+
+            def write(record: StepRecord | None, event: RoundEvent | None) -> None:
+                if record is not None:
+                    writer.step(record.as_line())
+                if event is not None:
+                    writer.event(asdict(event))
+
+            yield write
+
+    def _conclude(self) -> dict[str, Any] | None:
+        """Evaluates and exports the anchor; writes summary.json once all records are there."""
+        sent_bytes = self.mesh.ledger.bytes_over("replica")
+        validation_loss = evaluate(self.state)
+        if self.mesh.replica.index == 0:
+            export_model(self.state, self.folder)
+        dist.barrier()
+        if not self.mesh.is_lead:
+            return None
+        found = load_run(self.folder)
+        summary = summarise(
+            found.metrics,
+            found.events,
+            method=self.config.sync.method,
+            replicas=self.config.mesh.replicas,
+            shards=self.config.mesh.shards,
+            validation_loss=validation_loss,
+            vocabulary=self.state.model.vocabulary,
+            parameters=sum(p.numel() for p in self.state.model.parameters()),
+            replica_bytes=sent_bytes,
+        )
+        write_json(self.folder / "summary.json", summary)
+        return summary
+
+
+def write_samples(config: RunConfig, corpus: Corpus, prompt: str) -> None:
+    """Writes what the model says after ``prompt``, before and after training; one process."""
+    folder = Path(config.run)
+    before = empty_model(config, corpus.tokenizer.vocabulary)
+    after = load_model(folder, config, corpus.tokenizer.vocabulary)
+    texts = {
+        "prompt": prompt,
+        "before": continue_text(before, corpus, prompt),
+        "after": continue_text(after, corpus, prompt),
+    }
+    write_json(folder / "samples.json", texts)
+
+
+def continue_text(model: Llama, corpus: Corpus, prompt: str) -> str:
+    """The continuation of ``prompt``, without the prompt."""
+    ids = torch.from_numpy(corpus.tokenizer.encode(prompt)).to(torch.int64)
+    longer = generate(model, ids, count=SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
+    return corpus.tokenizer.decode(longer[len(ids) :].numpy())

@@ -1,0 +1,133 @@
+"""``twinshard train``, in the process that the user started: check, prepare, launch, show.
+
+``train_rank`` is what the ranks do. Under torchrun this process is a rank itself.
+"""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from core_torch.checkpoint.commit import latest
+from core_torch.cli.events import OnEvent
+from core_torch.cli.launch import Interrupted, launch
+from core_torch.cli.options import TrainOptions
+from core_torch.cli.progress import ProgressView
+from core_torch.cli.run_folder import CONFIG, DATA, LOGS, check_unused, write_outcome
+from core_torch.cli.worker import run_here, torchrun_place
+from core_torch.config import RunConfig
+from core_torch.data.corpus import Corpus, prepare
+from core_torch.errors import EXIT_OK, ConfigError, PeerLost, TwinshardError
+from core_torch.report.text import counted, fixed, human_bytes, human_count, one_line
+
+_PATIENCE_SECONDS = 60.0  # the ranks' own deadline comes first, and says more
+
+
+def run(options: tuple[TrainOptions, RunConfig], words: list[str]) -> int:
+    """Trains and says where things are.
+
+    Raises:
+        TwinshardError: what went wrong and how to go on; also in outcome.json.
+    """
+    own, config = options
+    try:
+        summary = train_run(config, resume=own.resume == "auto", force=own.force)
+    except ConfigError:
+        raise  # the run did not begin: the folder may be another's
+    except TwinshardError as error:
+        write_outcome(config, error, next=error.next)
+        raise
+    if summary is not None:
+        write_outcome(config, None, next=report_of(config))
+        print(closing_lines(config, summary))
+    return EXIT_OK
+
+
+def train_run(
+    config: RunConfig, *, resume: bool = False, force: bool = False
+) -> dict[str, Any] | None:
+    """Trains ``config`` and returns its summary, or None on ranks other than the first.
+
+    Raises:
+        TwinshardError: see the classes in ``errors``.
+    """
+    folder = Path(config.run)
+    if not resume:
+        check_unused(config)
+    check_corpus(config, prepare(config.data, folder / DATA))
+    values = dataclasses.asdict(config)
+    job = {"kind": "train", "config": values, "resume": resume, "force": force}
+    place = torchrun_place()
+    if place is not None and place.rank > 0:
+        run_here(job, place, lambda event: None)
+        return None
+    with ProgressView(config.sync.method) as view:
+        try:
+            if place is not None:
+                result = run_here(job, place, view)
+            else:
+                result = _launch(job, config, view)
+        except (Interrupted, PeerLost) as error:
+            error.next = error.next or resume_command(config)
+            raise
+    summary: dict[str, Any] = result
+    return summary
+
+
+def check_corpus(config: RunConfig, corpus: Corpus) -> None:
+    """Checks that text, model and layout fit each other.
+
+    Raises:
+        ConfigError: the model knows fewer tokens than the text uses.
+        DataError: too little text for the layout.
+    """
+    known, needed = config.model.vocabulary, corpus.tokenizer.vocabulary
+    if known and known < needed:
+        raise ConfigError(
+            f"model.vocabulary: {known} is less than the tokenizer's {needed}",
+            next="--model.vocabulary 0 takes the tokenizer's",
+        )
+    corpus.check(sequence=config.data.sequence, draws=config.mesh.ranks * config.data.batch)
+
+
+def resume_command(config: RunConfig) -> str:
+    """The command that goes on with this run, and from where."""
+    folder = Path(config.run)
+    commit = latest(folder)
+    note = "nothing committed yet: from the start" if commit is None else f"from {commit.name}"
+    path = shlex.quote(str(folder / CONFIG))
+    return f"twinshard train {path} --resume auto     ({note})"
+
+
+def report_of(config: RunConfig) -> str:
+    """The command that shows this run."""
+    return f"twinshard report {shlex.quote(config.run)}"
+
+
+def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
+    """What the run gave, where things are, and what to try next."""
+    name, mesh = one_line(config.run), config.mesh
+    sent = human_bytes(summary["replica_bytes"])
+    facts = [
+        f"loss {fixed(summary['loss'], 4)}",
+        f"validation perplexity {fixed(summary['validation_perplexity'], 2)}",
+        f"{human_count(summary['tokens_per_second'])} tokens/s",
+        f"{counted(summary['rounds'], 'round')}, {sent} sent per rank between replicas",
+    ]
+    return "\n".join(
+        [
+            f"{name}: {config.sync.method}, {counted(config.train.steps, 'step')} on "
+            f"{counted(mesh.replicas, 'replica')} x {counted(mesh.shards, 'shard')}",
+            *(f"  {fact}" for fact in facts),
+            f"  files:  {name}/ (metrics.jsonl, events.jsonl, summary.json, {LOGS}/)",
+            f"  next:   {report_of(config)}",
+        ]
+    )
+
+
+def _launch(job: dict[str, Any], config: RunConfig, on_event: OnEvent) -> Any:
+    logs = Path(config.run) / LOGS
+    logs.mkdir(mode=0o700, exist_ok=True)
+    silence = config.mesh.deadline_seconds + _PATIENCE_SECONDS
+    return launch(job, config.mesh.ranks, on_event, silence_seconds=silence, logs=logs)
+

@@ -1,0 +1,201 @@
+"""Runs of a tiny model by the core alone, and each rank's account of them as plain data.
+
+The equalities compare runs on different meshes, so the data must not depend on the mesh: row r
+of a replica (counted over its micro-batches and shards) is a function of r and of an identity
+that the test chooses. Two replicas of one identity see the same data; exchanging identities
+exchanges replicas. Token ``UNSEEN`` never occurs, so a fault in its embedding reaches neither
+loss nor gradient: the replica looks healthy until a sync round.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from core_torch.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    SyncConfig,
+    TrainConfig,
+)
+from core_torch.data.batches import Layout, batch_for
+from core_torch.data.corpus import Corpus
+from core_torch.data.token_file import TokenFile
+from core_torch.data.tokenizer import ByteTokenizer
+from core_torch.shard.access import local_shard
+from core_torch.sync.events import RoundEvent
+from core_torch.train import TrainState, build, evaluate, finish, train
+from parity_tests.harness.rank_mesh import mesh_for
+from parity_tests.harness.torch_bridge import Shard, shard_of, shards_of, to_numpy
+
+VOCABULARY, SEQUENCE, HELD_OUT = 61, 8, 5
+UNSEEN = VOCABULARY - 1
+
+TINY = RunConfig(
+    model=ModelConfig(
+        vocabulary=VOCABULARY,
+        dim=16,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        hidden=27,  # uneven over 2 and 4 shards, as the vocabulary is
+        context=SEQUENCE,
+        init_std=0.2,
+    ),
+    data=DataConfig(sequence=SEQUENCE, batch=2),
+    optim=OptimConfig(lr=1e-2, max_norm=1.0),
+    schedule=ScheduleConfig(shape="constant"),
+    sync=SyncConfig(method="edit", every=3, warmup=2),
+    train=TrainConfig(steps=14, dtype="float64", evaluate_sequences=HELD_OUT),
+)
+
+Changes = Mapping[str, Any]  # fields to replace, nested as the configuration is
+Fault = tuple[int, int, str, float]  # after this step, on this replica, parameter, value
+
+
+def configured(config: Any, changes: Changes) -> Any:
+    """``config`` with ``changes`` in place; a dictionary changes fields of an inner config."""
+    new = {
+        name: configured(getattr(config, name), value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return replace(config, **new)
+
+
+def corpus_for(config: RunConfig, identities: Sequence[int]) -> Corpus:
+    """Training data in which replica n draws the rows of ``identities[n]``, and held-out data.
+
+    batches.py deals draw ``r * N + n`` to row r of replica n and looks up its place in the
+    epoch's order; here sequences are laid down so that each row finds its own. All begin with
+    token 0, because the last target of a sequence is the first token of the one behind it.
+    """
+    count, replicas = config.train.steps * config.train.accumulate, len(identities)
+    draws = count * config.mesh.shards * config.data.batch * replicas
+    layout = Layout(draws, sequence=1, batch=draws, replicas=1, shards=1, seed=config.data.seed)
+    place_of, _ = batch_for(np.arange(draws + 1), layout, step=0, replica=0, shard=0)
+    ids = np.zeros(draws * SEQUENCE + 1, np.uint16)
+    for draw, place in enumerate(place_of[:, 0]):
+        row, replica = divmod(draw, replicas)
+        ids[place * SEQUENCE :][:SEQUENCE] = sequence_of(identities[replica], row)
+    held_out = np.zeros(HELD_OUT * SEQUENCE + 1, np.uint16)
+    for i in range(HELD_OUT):
+        held_out[i * SEQUENCE :][:SEQUENCE] = sequence_of(99, i)
+    files = [TokenFile(Path("memory"), VOCABULARY, x) for x in (ids, held_out)]
+    return Corpus(*files, tokenizer=ByteTokenizer())
+
+
+def sequence_of(identity: int, row: int) -> np.ndarray:
+    """(SEQUENCE,) tokens, never ``UNSEEN``; each identity prefers other tokens."""
+    draws = np.random.default_rng([identity, row]).geometric(0.04 + 0.05 * identity % 0.4, SEQUENCE)
+    tokens = (draws + 7 * identity) % UNSEEN
+    tokens[0] = 0
+    return tokens
+
+
+def begin(changes: Changes, identities: Sequence[int] | None = None) -> TrainState:
+    """``TINY`` with ``changes``, built on this rank's mesh, whose ledger writes a trace."""
+    config = configured(TINY, changes)
+    mesh = mesh_for(config.mesh.replicas, config.mesh.shards)
+    mesh.ledger.trace = []
+    return build(config, mesh, corpus_for(config, identities or range(config.mesh.replicas)))
+
+
+def run(
+    changes: Changes,
+    identities: Sequence[int] | None = None,
+    faults: Sequence[Fault] = (),
+    observed: bool = False,
+) -> dict[str, Any]:
+    """Trains to the end and finishes.
+
+    Args:
+        changes: to ``TINY``.
+        identities: of the replicas' data; by default all different.
+        faults: values to write into a parameter between two steps.
+        observed: also look at the run after each step, as an interface would.
+
+    Returns:
+        Records, events, the state before the first step and after each, the trace, and the
+        state after ``finish`` if it performed a round.
+    """
+    state = begin(changes, identities)
+    records, events, history = [], [], [snapshot(state)]
+    for record in train(state):
+        records.append(record.as_line())
+        events += [] if record.round is None else [asdict(record.round)]
+        history.append(snapshot(state))
+        for fault in faults:
+            inject(state, *fault)
+        if observed:
+            observe(state)
+    forced: RoundEvent | None = finish(state)
+    assert state.mesh.ledger.trace is not None
+    return {
+        "records": records,
+        "events": events,
+        "history": history,
+        "trace": [tuple(dispatch) for dispatch in state.mesh.ledger.trace],
+        "forced": None if forced is None else asdict(forced),
+        "finished": snapshot(state),
+        "again": finish(state) is None,
+    }
+
+
+@torch.no_grad()
+def inject(state: TrainState, step: int, replica: int, name: str, value: float) -> None:
+    """Writes ``value`` into the last element of a parameter, on the rank that holds it."""
+    if state.step != step or state.mesh.replica.index != replica:
+        return
+    p = dict(state.model.named_parameters())[name]
+    part = shard_of(p)
+    if part["start"] + len(part["rows"]) == p.shape[0] and len(part["rows"]):
+        local_shard(p).view(-1)[-1] = value
+
+
+def observe(state: TrainState) -> None:
+    """All that looks at a run without taking part: evaluation, anchor weights, state_dict."""
+    first, again = evaluate(state), evaluate(state)
+    assert first == again
+    if state.sync is not None:
+        with state.sync.anchor_weights(), state.sync.anchor_weights():
+            state.model.state_dict()
+
+
+def snapshot(state: TrainState) -> dict[str, Any]:
+    """This rank's part of everything that a trajectory consists of."""
+    named = dict(state.model.named_parameters())
+    theta = shards_of(named)
+    seen: dict[str, Any] = {"theta": theta}
+    for key in ("exp_avg", "exp_avg_sq"):
+        seen[key] = {
+            name: like(theta[name], state.optimizer.state[p][key])
+            for name, p in named.items()
+            if key in state.optimizer.state[p]
+        }
+    seen["adam_step"] = {
+        name: float(state.optimizer.state[p]["step"])
+        for name, p in named.items()
+        if "step" in state.optimizer.state[p]
+    }
+    outer = None if state.sync is None else state.sync.state
+    if state.sync is not None and outer is not None:
+        for key in ("anchor", "velocity"):
+            seen[key] = {
+                name: like(theta[name], x)
+                for unit, held in zip(state.sync.units, outer.units, strict=True)
+                for name, x in zip(unit.names, getattr(held, key), strict=True)
+            }
+        seen["stats"] = {key: to_numpy(x) for key, x in outer.stats._asdict().items()}
+        seen["rounds"] = outer.rounds
+    return seen
+
+
+def like(part: Shard, x: torch.Tensor) -> Shard:
+    """This rank's part of ``x``, which is cut as ``part`` is."""
+    return Shard(shape=part["shape"], start=part["start"], rows=to_numpy(x))

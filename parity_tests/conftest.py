@@ -1,0 +1,43 @@
+"""Both frameworks side by side: eight JAX devices in this process, torch ranks outside."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from parity_tests.harness import jax_setup
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.ulps import ErrorTable
+
+jax_setup.prepare()
+TABLE = pytest.StashKey[ErrorTable]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts the session's table of errors."""
+    config.stash[TABLE] = ErrorTable()
+    # The cache is not written atomically; an entry that a second session is writing is
+    # compiled again, with this warning.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the worst error of every quantity that was compared."""
+    lines = terminalreporter.config.stash[TABLE].lines()
+    if lines:
+        terminalreporter.section("distance between the cores, in ulps of the tensor")
+        for line in lines:
+            terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Torch ranks; started by the first test that runs something on them."""
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def errors(pytestconfig: pytest.Config) -> ErrorTable:
+    """Collects comparisons for the table at the end."""
+    return pytestconfig.stash[TABLE]
