@@ -38,7 +38,7 @@ VALUES: list[Any] = [
 def same(x: Any, y: Any) -> bool:
     """Equality of type and value that also knows arrays and NaN."""
     if isinstance(x, np.ndarray):
-        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
     if isinstance(x, list | tuple):
         return type(x) is type(y) and len(x) == len(y) and all(map(same, x, y))
     if isinstance(x, dict):

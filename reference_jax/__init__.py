@@ -1,10 +1,10 @@
 """The readable JAX reference: what training must compute, in flat chapters.
 
-Reading order: mesh, model, data, adamw, schedules, fsdp, ddp, sync/penalty, sync/outer,
-local_sgd, diloco, edit, ledger, train. Every chapter opens with what you learn in it, and
-``python -m reference_jax.<chapter>`` shows it in a few seconds on one CPU device.
+Ten chapters, in reading order: mesh, model, data, fsdp, ledger, ddp, local_sgd, diloco, edit,
+train. Each opens with what you learn in it, its equations, and who communicates what, and
+``python -m reference_jax.<chapter>`` shows it in a few seconds on one CPU.
 
-`sync/penalty`, `sync/outer`, `adamw` and `schedules` mirror the files of the same name in
-core_torch function by function. Nothing here imports core_torch: an oracle must not share
-code with what it checks.
+They rest on four files of formulas, `adamw`, `schedules`, `sync/penalty` and `sync/outer`, which
+mirror the files of the same name in core_torch function by function. Nothing here imports
+core_torch: an oracle must not share code with what it checks.
 """

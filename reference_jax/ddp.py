@@ -58,12 +58,12 @@ def main() -> None:
     mesh, config, state, tokens = example(2, 2)
     shard_bytes = sum(x.nbytes for x in state.params.values()) // mesh.size
     with jax.set_mesh(mesh):
-        for step in (local_step, warmup_step):
+        for name, step in {"local_step": local_step, "warmup_step": warmup_step}.items():
             lowered = step.lower(state, tokens, tokens, 0.01, config=config, inner=Inner())
             compiled = lowered.compile()
             _, seen = compiled(state, tokens, tokens, 0.01)
-            print(f"{step.__name__}: gradient norms {seen.grad_norm_R}")
-            print(f"    {bytes_per_axis(compiled.as_text(), mesh)}")
+            print(f"{name}: gradient norms {seen.grad_norm_R}")
+            print(f"    {bytes_per_axis(compiled, mesh)}")
     print(f"one shard of the parameters has {shard_bytes} bytes")
 
 

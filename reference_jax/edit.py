@@ -10,7 +10,7 @@ You learn how a round survives a sick replica. (Cheng et al., arXiv:2412.07210)
     (P7) beta = min(1, phi / (||D|| + eps))
     (R4) Nesterov on beta D with eta = 0.8, mu = 0.85
     (P4) the statistics learn from the accepted norms
-    all left out: a rollback; theta <- a, and nothing else changes
+    all left out: a rollback; theta <- a, and nothing else changes but the flags in a row
 
 Unit by unit serves overlap: unit u is needed only where the next forward reaches it, so its
 exchange can run while earlier units compute. The core arranges that with hooks. Here
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
+import numpy as np
 from jax import Array
 
 from reference_jax.fsdp import Inner, StepReport, TrainState, example, local_step
@@ -150,10 +151,9 @@ def main() -> None:
         sync = take_anchor(state.params, units=names)
         for _ in range(2):
             state, _ = local_step(state, tokens, tokens, 0.03, config=config, inner=Inner())
-        sick_R = put([1.0, 1.0, float("nan")], mesh, ONE_EACH)
-        state = state._replace(
-            params={k: jax.vmap(lambda x, f: x * f)(x, sick_R) for k, x in state.params.items()}
-        )
+        scale = jax.jit(jax.vmap(lambda params, f: {k: x * f for k, x in params.items()}))
+        factor_R = put(np.array([1, 1, np.nan], np.float32), mesh, ONE_EACH)
+        state = state._replace(params=scale(state.params, factor_R))
         penalty = dataclasses.replace(Penalty(), max_norm=1.0)
         state, sync, done = edit_round(state, sync, units=names, penalty=penalty)
     measured = done.measured

@@ -17,8 +17,8 @@ model never sees them: they are added in (F4) and cut off in (F2). Zeros do not 
 and AdamW maps 0 to 0, so they stay zero by themselves, except where a NaN would be multiplied
 into them; that can happen only in (F5), which therefore writes them anew.
 
-Who communicates: shard axis: all-gather of parameters (F2), reduction of gradients (F4), two
-numbers per tensor (loss, norm). Replica axis: 0 bytes; chapter `ledger` proves it.
+Who communicates: shard axis: all-gather of parameters (F2), reduction of gradients (F4), one
+number per tensor for the norm, and the loss. Replica axis: 0 bytes; chapter `ledger` proves it.
 """
 
 import functools
@@ -29,11 +29,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, get_abstract_mesh, reshard
+from jax.sharding import Mesh, get_abstract_mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from reference_jax.adamw import adamw_update
-from reference_jax.mesh import AGREED, ONE_EACH, PER_REPLICA, make_mesh, pretend_devices, put
+from reference_jax.mesh import (
+    AGREED,
+    ONE_EACH,
+    PER_REPLICA,
+    make_mesh,
+    pretend_devices,
+    put,
+    reshard,
+)
 from reference_jax.model import Arrays, LlamaConfig, forward, init_params, shapes, token_loss, wide
 from reference_jax.sync.penalty import clip_coefficient
 
@@ -161,7 +169,7 @@ def gradients(
 
 def norm_of(arrays: list[Array]) -> Array:
     """() L2 norm of several arrays together, accumulated in at least float32."""
-    return jnp.sqrt(sum((jnp.square(wide(x)).sum() for x in arrays), start=jnp.zeros(())))
+    return jnp.sqrt(jnp.stack([jnp.square(wide(x)).sum() for x in arrays]).sum())
 
 
 def update(
@@ -231,7 +239,7 @@ def main() -> None:
             print(f"step {t + 1}: loss {seen.loss_R}, gradient norm {seen.grad_norm_R}")
     for m in range(4):
         mine = local_rows(257, shards=4, shard=m)
-        print(f"shard {m} of 257 rows: {mine.start}..{mine.stop - 1}, {mine.stop - mine.start} real")
+        print(f"shard {m} of 257 rows: {mine.start}..{mine.stop - 1}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from reference_jax.mesh import PER_REPLICA, make_mesh, pretend_devices, put
 
@@ -53,7 +54,8 @@ def device_groups(line: str) -> np.ndarray:
         inside = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
         outside = [i for i in range(len(sizes)) if i not in inside]
         grid = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
-        return grid.transpose(outside + inside).reshape(-1, np.prod([grid.shape[i] for i in inside]))
+        members = np.prod([grid.shape[i] for i in inside])
+        return grid.transpose(outside + inside).reshape(-1, members)
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if tiled:  # [2,2]<=[4]T(1,0): 0..3 reshaped, transposed, cut into groups
         shape, grid_shape, turn = (_numbers(x or "") for x in tiled.groups())
@@ -65,16 +67,16 @@ def device_groups(line: str) -> np.ndarray:
     raise ValueError(f"cannot read the device groups of: {line.strip()}")
 
 
-def bytes_per_axis(hlo: str, mesh: Mesh) -> dict[str, dict[str, int]]:
+def bytes_per_axis(compiled: Compiled, mesh: Mesh) -> dict[str, dict[str, int]]:
     """Axis -> operation -> payload bytes per device of one run of a compiled program.
 
     Args:
-        hlo: ``jitted.lower(...).compile().as_text()``.
+        compiled: ``jitted.lower(...).compile()``.
         mesh: the mesh it was compiled for. A collective over several axes at once is
             entered under their names joined by ``+``.
     """
     sent: dict[str, dict[str, int]] = {}
-    for line in hlo.splitlines():
+    for line in (compiled.as_text() or "").splitlines():
         found = COLLECTIVE.search(line)
         if not found:
             continue
@@ -102,8 +104,8 @@ def main() -> None:
     with jax.set_mesh(mesh):
         x_R = put(np.ones((2, 4, 8), np.float32), mesh, PER_REPLICA)
         for name, f in questions.items():
-            hlo = jax.jit(f).lower(x_R).compile().as_text()
-            print(f"{name:22} {bytes_per_axis(hlo, mesh)}")
+            compiled = jax.jit(f).lower(x_R).compile()
+            print(f"{name:22} {bytes_per_axis(compiled, mesh)}")
     print("a shard of one replica has 2 x 8 x 4 = 64 bytes")
 
 

@@ -17,8 +17,8 @@ The mean is a sum of d_n / N, as the core computes it. The moments of the inner 
 never averaged and never reset, except (O3): where a replica's own norm is not finite they
 become 0, or it would stay bad for ever.
 
-Who communicates: shard axis: two numbers per unit. Replica axis: N numbers per unit, and (R3),
-one all-reduce of a shard. Between rounds nothing at all.
+Who communicates: shard axis: two numbers per tensor, for the norms. Replica axis: N numbers per
+unit, and (R3), one all-reduce of a shard. Between rounds nothing at all.
 """
 
 import functools
@@ -28,11 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import reshard
 
 from reference_jax.fsdp import Inner, TrainState, example, local_step, norm_of
 from reference_jax.ledger import bytes_per_axis
-from reference_jax.mesh import AGREED, EVERYWHERE, ONE_EACH, PER_REPLICA, pretend_devices
+from reference_jax.mesh import AGREED, EVERYWHERE, ONE_EACH, PER_REPLICA, pretend_devices, reshard
 from reference_jax.model import Arrays, Units, whole_model
 from reference_jax.sync.outer import heal, nesterov_step
 from reference_jax.sync.penalty import (
@@ -87,6 +86,7 @@ def replicas_are_equal(params: Arrays) -> bool:
     return all(np.array_equal(x[n], x[0]) for x in hosts for n in range(len(x)))
 
 
+@functools.partial(jax.jit, static_argnames="units")
 def take_anchor(params: Arrays, *, units: Units) -> SyncState:
     """(L2) without communication: every device keeps the shard it has.
 
@@ -96,7 +96,7 @@ def take_anchor(params: Arrays, *, units: Units) -> SyncState:
     drop = jax.shard_map(
         lambda x_R: x_R[0], in_specs=PER_REPLICA, out_specs=AGREED, check_vma=False
     )
-    anchor = {k: drop(x) for k, x in params.items()}
+    anchor = {k: drop(x) for k, x in params.items()}  # type: ignore[no-untyped-call]
     like = next(iter(params.values()))
     stats = init_stats((len(units), like.shape[0]), dtype=like.dtype)
     stats = jax.tree.map(lambda x: reshard(x, EVERYWHERE), stats)
@@ -163,7 +163,9 @@ def conclude(
     moments = [dict(state.exp_avg), dict(state.exp_avg_sq), dict(state.step)]
     for u, (_, names) in enumerate(units):
         norm = norm_of([combined[name] for name in names])
-        beta = clip_coefficient(norm, max_norm=clip[0], eps=clip[1]) if clip else norm**0
+        beta = jnp.ones_like(norm)
+        if clip is not None:
+            beta = clip_coefficient(norm, max_norm=clip[0], eps=clip[1])
         is_bad_R = reshard(~measured.verdict.is_finite_R[u], ONE_EACH)
         norms.append(norm)
         betas.append(beta)
@@ -210,7 +212,7 @@ def main() -> None:
     print("norms of a - theta", done.measured.norm_UR, " weights", done.measured.weight_UR)
     print(f"||D|| {done.combined_norm_U}: smaller than the norms, as the replicas disagree")
     shard_bytes = sum(x.nbytes for x in sync.anchor.values()) // 2
-    print(f"sent {bytes_per_axis(compiled.as_text(), mesh)}; a shard has {shard_bytes} bytes")
+    print(f"sent {bytes_per_axis(compiled, mesh)}; a shard has {shard_bytes} bytes")
 
 
 if __name__ == "__main__":

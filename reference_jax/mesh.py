@@ -23,6 +23,7 @@ Shape suffixes in all chapters
 """
 
 import os
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,11 @@ from jax.typing import ArrayLike
 
 AXES = ("replica", "shard")
 
-PER_REPLICA = PartitionSpec("replica", "shard")  # parameters [R, rows, ...] and batches [R, S, ...]
-AGREED = PartitionSpec("shard")  # anchors [rows, ...]: the same on all replicas
-ONE_EACH = PartitionSpec("replica")  # one number per replica [R]
-EVERYWHERE = PartitionSpec()  # small decisions, in full on every device
+_spec: Callable[..., PartitionSpec] = PartitionSpec
+PER_REPLICA = _spec("replica", "shard")  # parameters [R, rows, ...] and batches [R, S, ...]
+AGREED = _spec("shard")  # anchors [rows, ...]: the same on all replicas
+ONE_EACH = _spec("replica")  # one number per replica [R]
+EVERYWHERE = _spec()  # small decisions, in full on every device
 
 
 def make_mesh(replicas: int, shards: int) -> Mesh:
@@ -51,9 +53,15 @@ def make_mesh(replicas: int, shards: int) -> Mesh:
     return jax.make_mesh((replicas, shards), AXES, (AxisType.Explicit,) * 2, devices=mine)
 
 
+def reshard(x: Array, spec: PartitionSpec) -> Array:
+    """Moves an array to another placement: to fewer axes it gathers, to more it cuts."""
+    return jax.sharding.reshard(x, spec)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def put(x: ArrayLike, mesh: Mesh, spec: PartitionSpec) -> Array:
     """Places a host array on the mesh. Copies: ``x`` may be reused afterwards."""
-    return jax.device_put(x, NamedSharding(mesh, spec), may_alias=False)
+    placed: Array = jax.device_put(x, NamedSharding(mesh, spec), may_alias=False)
+    return placed
 
 
 def pretend_devices(count: int) -> None:
@@ -64,7 +72,7 @@ def pretend_devices(count: int) -> None:
     """
     fast = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", fast)
-    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:

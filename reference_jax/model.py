@@ -68,15 +68,15 @@ def wide(x: Array) -> Array:
 
 def product(spec: str, x: Array, y: Array, dtype: DTypeLike | None = None) -> Array:
     """An einsum that no accelerator may compute in fewer bits than the inputs have."""
-    return jnp.einsum(
-        spec, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
-    )
+    return jnp.einsum(spec, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
 
 
 class Weight(nnx.Module):
     """One weight, so that its name ends in ``.weight``; ``std=0`` makes a gain of ones."""
 
-    def __init__(self, shape: tuple[int, ...], std: float, dtype: DTypeLike, rng: Generator):
+    def __init__(
+        self, shape: tuple[int, ...], std: float, dtype: DTypeLike, rng: Generator
+    ) -> None:
         value = std * rng.normal(size=shape) if std else np.ones(shape)
         self.weight = nnx.Param(jnp.asarray(value, dtype))
 
@@ -127,7 +127,7 @@ def rotate(x_BTHE: Array, angles: np.ndarray) -> Array:
 class Attention(nnx.Module):
     """(M4)"""
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator) -> None:
         self.config = config
         dim, std = config.dim, config.init_std
         kv_dim = dim // config.heads * config.kv_heads
@@ -154,7 +154,7 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """SwiGLU, the second half of (M1)."""
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator) -> None:
         dim, hidden, std = config.dim, config.hidden, config.init_std
         self.w1 = Linear((hidden, dim), std, dtype, rng)
         self.w2 = Linear((dim, hidden), std / math.sqrt(2 * config.layers), dtype, rng)
@@ -167,7 +167,7 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """(M1)"""
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator) -> None:
         self.eps = config.norm_eps
         self.attention_norm = RMSNorm((config.dim,), 0.0, dtype, rng)
         self.attention = Attention(config, dtype, rng)
@@ -182,7 +182,7 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """Token ids in, logits out."""
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator) -> None:
         self.eps, self.tied = config.norm_eps, config.tied
         table = (config.vocabulary, config.dim)
         self.tok_embeddings = Linear(table, config.init_std, dtype, rng)
@@ -277,7 +277,8 @@ def main() -> None:
     config = LlamaConfig(vocabulary=257, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
     params = init_params(config, seed=0, dtype=jnp.float32)
     for unit, names in units(config):
-        print(f"{unit:10} {sum(params[n].size for n in names):6} parameters in {len(names)} tensors")
+        size = sum(params[name].size for name in names)
+        print(f"{unit:10} {size:6} parameters in {len(names)} tensors")
     tokens = jnp.arange(24).reshape(2, 12)
     logits = jax.jit(forward, static_argnames="config")(params, tokens, config=config)
     loss = token_loss(logits, tokens)

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from core_torch.cli.commands import run_command
 
     try:
-        return run_command(words)
+        code = run_command(words)
+        sys.stdout.flush()
+        return code
     except TwinshardError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -134,18 +134,15 @@ def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
         ConfigError: all that is wrong.
     """
     command = COMMANDS[name]
-    known = known_kinds(*command.bases)
-    values, words, problems = scan(args, known)
-    if len(words) > command.most_words:
-        extra = words[command.most_words :]
-        problems += [Problem(word, "is one word too many") for word in extra]
+    values, words, problems = scan(args, known_kinds(*command.bases))
+    extra = words[command.most_words :]
+    problems += [Problem(word, "is one word too many") for word in extra]
     if len(words) < command.fewest_words:
         problems.append(Problem("RUN", "is missing: the folder of a run"))
     options = []
     for base in command.bases:
         if isinstance(base, RunConfig) and words:
-            base, problems_of_file = apply(base, load_values(words[0]))
-            problems += problems_of_file
+            base = _with_file(base, words[0], problems)
         own = {path: value for path, value in values.items() if path in known_kinds(base)}
         base, _ = apply(base, own)  # scan has checked the types
         problems += all_problems(base)
@@ -153,6 +150,18 @@ def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
     if problems:
         raise _error(name, problems)
     return tuple(options), words
+
+
+def _with_file(base: RunConfig, path: str, problems: list[Problem]) -> RunConfig:
+    """``base`` with the values of a TOML file; adds to ``problems``."""
+    try:
+        config, found = apply(base, load_values(path))
+    except ConfigError as error:
+        if not problems:
+            raise  # says more than a line of a list can
+        config, found = base, [Problem(path, error.what)]
+    problems += found
+    return config
 
 
 def _error(name: str, problems: list[Problem]) -> ConfigError:

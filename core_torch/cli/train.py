@@ -93,6 +93,8 @@ def check_corpus(config: RunConfig, corpus: Corpus) -> None:
 def resume_command(config: RunConfig) -> str:
     """The command that goes on with this run, and from where."""
     folder = Path(config.run)
+    if not (folder / CONFIG).exists():
+        return "the same command again: the run had not begun"
     commit = latest(folder)
     note = "nothing committed yet: from the start" if commit is None else f"from {commit.name}"
     path = shlex.quote(str(folder / CONFIG))
@@ -119,7 +121,7 @@ def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
             f"{name}: {config.sync.method}, {counted(config.train.steps, 'step')} on "
             f"{counted(mesh.replicas, 'replica')} x {counted(mesh.shards, 'shard')}",
             *(f"  {fact}" for fact in facts),
-            f"  files:  {name}/ (metrics.jsonl, events.jsonl, summary.json, {LOGS}/)",
+            f"  files:  {name}/ (metrics.jsonl, events.jsonl, summary.json)",
             f"  next:   {report_of(config)}",
         ]
     )
@@ -130,4 +132,3 @@ def _launch(job: dict[str, Any], config: RunConfig, on_event: OnEvent) -> Any:
     logs.mkdir(mode=0o700, exist_ok=True)
     silence = config.mesh.deadline_seconds + _PATIENCE_SECONDS
     return launch(job, config.mesh.ranks, on_event, silence_seconds=silence, logs=logs)
-

@@ -105,4 +105,3 @@ def _die_with_parent() -> NoReturn:
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
-

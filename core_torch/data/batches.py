@@ -130,11 +130,9 @@ def _sequences_of(draw_B: np.ndarray, layout: Layout) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)  # a batch rarely touches more than two epochs
 def _epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
-    """(S,) order in which an epoch shows the sequences; read-only, as callers share it."""
+    """(S,) order in which an epoch shows the sequences."""
     generator = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    order_S = np.argsort(generator.random_raw(num_sequences), kind="stable")
-    order_S.flags.writeable = False
-    return order_S
+    return np.argsort(generator.random_raw(num_sequences), kind="stable")
 
 
 def _cut(tokens: np.ndarray, index_B: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:

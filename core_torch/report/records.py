@@ -198,11 +198,13 @@ def _parse_round(raw: dict[str, Any]) -> Round:
     replicas = len(raw["norm"][0]) if units else 0
 
     def row(name: str, kind: Callable[[Any], _T]) -> list[_T]:
+        """One entry per unit."""
         if len(raw[name]) != len(units):
             raise ValueError(f"{name} has {len(raw[name])} entries for {len(units)} units")
         return [kind(value) for value in raw[name]]
 
     def grid(name: str, kind: Callable[[Any], _T]) -> list[list[_T]]:
+        """One row per unit, one entry per replica."""
         rows = [[kind(value) for value in values] for values in row(name, list)]
         if not replicas or any(len(values) != replicas for values in rows):
             raise ValueError(f"{name} is not a table of units by replicas")

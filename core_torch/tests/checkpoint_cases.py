@@ -78,30 +78,40 @@ def state_of(layout: Layout, rows: int = 7, mark: float = 0.0) -> SavedState:
     return SavedState(shared, own, {"step": 5, "mark": mark, "config_hash": "c0ffee"})
 
 
-def commit_step(
+def save_as(
+    layout: Layout,
+    barrier: Callable[[], None],
+    gather: Gather,
     run: Path,
-    step: int,
+    state: SavedState,
     *,
-    replicas: int = 1,
-    shards: int = 1,
-    mark: float = 0.0,
+    step: int = 5,
+    tokenizer: Path | None = None,
     keep: int = 2,
     at_point: AtPoint = no_fault,
+) -> Path:
+    """``save`` with what tests seldom vary filled in."""
+    return save(
+        run,
+        state,
+        step=step,
+        mesh_layout=layout,
+        barrier=barrier,
+        gather=gather,
+        tokenizer=tokenizer,
+        keep=keep,
+        at_point=at_point,
+    )
+
+
+def commit_step(
+    run: Path, step: int, *, replicas: int = 1, shards: int = 1, mark: float = 0.0, **options: Any
 ) -> Path:
     """Saves ``state_of`` every rank and returns the folder; raises what rank 0 raised."""
 
     def work(layout: Layout, barrier: Callable[[], None], gather: Gather) -> Path:
-        return save(
-            run,
-            state_of(layout, mark=mark),
-            step=step,
-            mesh_layout=layout,
-            barrier=barrier,
-            gather=gather,
-            tokenizer=None,
-            keep=keep,
-            at_point=at_point,
-        )
+        state = state_of(layout, mark=mark)
+        return save_as(layout, barrier, gather, run, state, step=step, **options)
 
     first = run_ranks(replicas, shards, work)[0]
     if isinstance(first, Exception):

@@ -77,9 +77,10 @@ def test_decay_shrinks_by_the_learning_rate_and_does_not_enter_the_moments() -> 
 
 
 def test_the_update_leaves_its_arguments_alone() -> None:
-    held = [torch.ones(3, dtype=F64) for _ in range(4)] + [torch.ones((), dtype=F64)]
-    adamw_update(*held, **numbers())
-    assert all(bool((x == 1).all()) for x in held)
+    param, grad, exp_avg, exp_avg_sq = held = [torch.ones(3, dtype=F64) for _ in range(4)]
+    step = torch.ones((), dtype=F64)
+    adamw_update(param, grad, exp_avg, exp_avg_sq, step, **numbers())
+    assert all(bool((x == 1).all()) for x in (*held, step))
 
 
 def test_state_has_the_keys_of_torch_and_exists_before_the_first_step() -> None:
@@ -141,7 +142,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
 
     def closure() -> float:
         loss = (param**2).sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         return float(loss.detach())
 
     assert optimizer.step(closure) == 9.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from core_torch.checkpoint.commit import COMMIT, commits, inspect, latest, prune
 from core_torch.checkpoint.files import decode, encode
 from core_torch.checkpoint.load import newest_sound, read, verify
-from core_torch.checkpoint.save import Gather, save
+from core_torch.checkpoint.save import Gather
 from core_torch.checkpoint.state import Layout, SavedState, Shard, canonical, restore_into
 from core_torch.errors import CheckpointError, CheckpointMismatch
 from core_torch.tests.checkpoint_cases import (
@@ -24,6 +24,7 @@ from core_torch.tests.checkpoint_cases import (
     cut,
     full_tensors,
     run_ranks,
+    save_as,
     state_of,
 )
 
@@ -44,15 +45,8 @@ def assert_same(got: dict[str, Shard], want: dict[str, Shard]) -> None:
         assert bits(got[name].local) == bits(shard.local), name
 
 
-def save_one(run: Path, state: SavedState, *, step: int = 5, **changes: Any) -> Path:
-    arguments: dict[str, Any] = {
-        "mesh_layout": ONE,
-        "barrier": lambda: None,
-        "gather": lambda value: [value],
-        "tokenizer": None,
-        "keep": 2,
-    }
-    return save(run, state, step=step, **{**arguments, **changes})
+def save_one(run: Path, state: SavedState, tokenizer: Path | None = None) -> Path:
+    return save_as(ONE, lambda: None, lambda value: [value], run, state, tokenizer=tokenizer)
 
 
 def whole(x: torch.Tensor) -> Shard:
@@ -99,9 +93,7 @@ def test_any_number_of_shards_reads_what_any_other_saved(
     rows: int, saved: int, now: int, replica: int
 ) -> None:
     def work(layout: Layout, barrier: Callable[[], None], gather: Gather) -> Path:
-        state = state_of(layout, rows)
-        ways = {"mesh_layout": layout, "barrier": barrier, "gather": gather}
-        return save(Path(run), state, step=5, tokenizer=None, keep=2, **ways)
+        return save_as(layout, barrier, gather, Path(run), state_of(layout, rows))
 
     with tempfile.TemporaryDirectory() as run:
         run_ranks(2, saved, work)
@@ -119,8 +111,7 @@ def test_rows_cut_in_another_way_come_back_to_the_ranks_that_saved_them(tmp_path
     def work(layout: Layout, barrier: Callable[[], None], gather: Gather) -> Path:
         start, stop = cuts[layout.shard]
         state = SavedState({}, {"a/x": Shard(full[start:stop], (5, 2), start)}, {})
-        ways = {"mesh_layout": layout, "barrier": barrier, "gather": gather}
-        return save(tmp_path, state, step=5, tokenizer=None, keep=2, **ways)
+        return save_as(layout, barrier, gather, tmp_path, state)
 
     run_ranks(1, 3, work)
     for shard, (start, stop) in enumerate(cuts):

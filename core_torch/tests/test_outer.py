@@ -58,9 +58,7 @@ def test_learning_rate_one_without_momentum_puts_the_mean_of_the_replicas_in_pla
 
 def test_a_step_goes_from_the_anchor_towards_the_replica() -> None:
     anchor, local = torch.tensor([1.0]), torch.tensor([0.0])
-    after, _ = nesterov_step(
-        anchor, torch.zeros(1), anchor - local, YES, lr=0.1, momentum=0.0
-    )
+    after, _ = nesterov_step(anchor, torch.zeros(1), anchor - local, YES, lr=0.1, momentum=0.0)
     assert local < after < anchor
 
 
@@ -91,4 +89,4 @@ def test_a_sound_moment_keeps_every_bit() -> None:
 
 
 def bits(x: Tensor) -> list[int]:
-    return x.view(torch.int32).tolist()  # type: ignore[no-any-return]
+    return x.view(torch.int32).tolist()

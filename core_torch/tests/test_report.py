@@ -37,18 +37,9 @@ TOKENS_PER_STEP = 4096
 
 
 def make_step(step: int, **changes: Any) -> dict[str, Any]:
-    values = {
-        "step": step,
-        "tokens": step * TOKENS_PER_STEP,
-        "loss": 3.0,
-        "grad_norm": 0.7,
-        "lr": 2e-3,
-        "seconds": 0.25,
-        "replica_bytes": 0,
-        "shard_bytes": 100 * step,
-        "validation_loss": None,
-    }
-    return values | changes
+    values = {"step": step, "tokens": step * TOKENS_PER_STEP, "loss": 3.0, "grad_norm": 0.7}
+    values |= {"lr": 2e-3, "seconds": 0.25, "replica_bytes": 0, "shard_bytes": 100 * step}
+    return values | {"validation_loss": None} | changes
 
 
 def make_event(
@@ -117,7 +108,7 @@ def make_run(
         due = method != "synchronous" and step % every == 0
         sent += 4 * PARAMETERS if due or method == "synchronous" else 0
         drop = 5.55 * math.exp(-step / 6) + (5 * (1 + step / 4) ** -0.75)
-        for replica, writer in enumerate(writers):
+        for writer in writers:
             writer.step(
                 make_step(
                     step,
@@ -131,8 +122,7 @@ def make_run(
             if due:
                 norms = make_norms(draw, rounds + 20 * healthy, units, replicas)
                 clip = 0.3 + 0.7 * min(1, rounds / 8)
-                event = make_event(rounds, step, norms, units=units, clip=clip)
-                writer.event(event)
+                writer.event(make_event(rounds, step, norms, units=units, clip=clip))
         rounds += due
     for writer in writers:
         writer.close()
@@ -153,10 +143,8 @@ def make_run(
         parameters=PARAMETERS,
     )
     write_json(folder / "summary.json", summary)
-    write_json(
-        folder / "samples.json",
-        {"prompt": "HAMLET:", "before": samples[0], "after": samples[1]},
-    )
+    texts = {"prompt": "HAMLET:", "before": samples[0], "after": samples[1]}
+    write_json(folder / "samples.json", texts)
     write_json(folder / "run.json", {"versions": {"twinshard": "0.1.0", "torch": "2.13.0"}})
     write_json(folder / "outcome.json", {"exit_code": 0, "state": "finished"})
     return folder
@@ -169,7 +157,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
     hostile = ("\x1b]0;owned\x07\x1b[31mred\x1b[0m<script>alert(1)</script>", "a\x00b\u202e & \"c'")
     runs = [
         make_run(base / "sync", "synchronous", steps=48),
-        make_run(base / "di <b>lo</b> $x_1$ 雪", "diloco", steps=48, every=8),
+        make_run(base / "di <b>lo $x_1$ 雪", "diloco", steps=48, every=8),
         make_run(base / "edit", "edit", steps=192, samples=hostile),
     ]
     return runs, write_report(runs, base / "report")
@@ -237,20 +225,15 @@ def test_a_broken_line_in_the_middle_names_file_and_line(tmp_path: Path) -> None
 
 
 def test_after_a_resume_the_repeated_steps_and_rounds_count_once(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=48)
+    run = make_run(tmp_path / "run", steps=48, replicas=3)
+    assert len((run / "events.jsonl").read_text().splitlines()) == 3, "only replica 0 writes them"
     with RecordWriter(run, 0) as writer:
         writer.step(make_step(40, loss=9.0))
         writer.event(make_event(2, 56, [[1.0]], units=["model"]))
     loaded = load_run(run)
     assert [record.step for record in loaded.metrics[0]] == list(range(1, 41))
-    assert loaded.metrics[0][-1].loss == 9.0
+    assert loaded.metrics[0][-1].loss == 9.0 and sorted(loaded.metrics) == [0, 1, 2]
     assert [(event.round, event.step) for event in loaded.events] == [(0, 16), (1, 32), (2, 56)]
-
-
-def test_only_replica_0_writes_events(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=32, replicas=3)
-    assert len((run / "events.jsonl").read_text().splitlines()) == 2
-    assert sorted(load_run(run).metrics) == [0, 1, 2]
 
 
 def test_a_folder_without_a_config_is_no_run(tmp_path: Path) -> None:
@@ -311,7 +294,7 @@ def test_hostile_text_is_shown_as_text(compared: tuple[list[Path], Path]) -> Non
     text = compared[1].read_text(encoding="utf-8")
     assert "red&lt;script&gt;alert(1)&lt;/script&gt;" in text and "owned" not in text
     assert "ab &amp; &quot;c&#x27;" in text
-    assert "di &lt;b&gt;lo&lt;/b&gt; $x_1$ 雪" in text
+    assert "di &lt;b&gt;lo $x_1$ 雪" in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
@@ -340,12 +323,8 @@ def test_figures_exist_and_show_something(compared: tuple[list[Path], Path]) -> 
     from matplotlib.image import imread
 
     names = {path.name for path in compared[1].parent.glob("*.png")}
-    assert names == {
-        "loss-by-tokens.png",
-        "loss-by-bytes.png",
-        "rounds-2-di-b-lo-b-x_1.png",
-        "rounds-3-edit.png",
-    }
+    rounds = {"rounds-2-di-b-lo-x_1.png", "rounds-3-edit.png"}
+    assert names == {"loss-by-tokens.png", "loss-by-bytes.png"} | rounds
     for name in names:
         pixels = imread(compared[1].parent / name)[..., :3]
         assert pixels.shape[1] >= 1000 and pixels.std() > 0.05, name
@@ -410,8 +389,8 @@ def test_numbers_read_well() -> None:
 
 
 def test_the_terminal_table_takes_nothing_for_markup(compared: tuple[list[Path], Path]) -> None:
-    folder = make_run(compared[1].parent.parent / "[red]x[/red]", "edit", steps=16)
+    folder = make_run(compared[1].parent.parent / "[red]x", "edit", steps=16)
     console = Console(width=200)
     with console.capture() as captured:
         console.print(comparison_table([load_run(compared[0][2]), load_run(folder)]))
-    assert "EDiT ([red]x[/red])" in captured.get()
+    assert "EDiT ([red]x)" in captured.get()

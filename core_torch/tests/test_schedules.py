@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_torch.config import ScheduleConfig
@@ -48,7 +48,7 @@ def test_each_shape_falls_in_its_own_way(
 
 
 def test_wsd_stays_at_the_peak_until_its_last_part() -> None:
-    assert rate(900, shape="wsd") == 2.0
+    assert rate(899, shape="wsd") == 2.0
     assert rate(1000, shape="wsd") == pytest.approx(1.1)
     sharing_all = dict(final_ratio=0.1, decay_share=1.0)
     for progress in (0.0, 0.3, 1.0):
@@ -61,6 +61,7 @@ def test_after_the_end_the_rate_stays(shape: str) -> None:
     assert rate(1101, shape=shape) == rate(10**9, shape=shape) == rate(1100, shape=shape)
 
 
+@settings(deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     first=st.integers(0, 2000),

@@ -1,6 +1,6 @@
 """A round's exchanges run in order, each once, and never too many at a time."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_torch.sync.schedule import start_ahead
@@ -22,6 +22,7 @@ def trace(count: int, limit: int) -> tuple[list[tuple[str, int]], list[int]]:
     return events, start_ahead(count, start, finish, limit=limit)
 
 
+@settings(deadline=None)
 @given(count=st.integers(0, 40), limit=st.integers(1, 45))
 def test_each_exchange_starts_once_before_it_finishes_and_the_bound_holds(
     count: int, limit: int

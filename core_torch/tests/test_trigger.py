@@ -1,7 +1,7 @@
 """The trigger turns counts of steps into "together", "part now" and "round now"."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_torch.sync.trigger import StepTrigger
@@ -25,6 +25,7 @@ def test_the_interval_counts_from_the_end_of_the_warm_up() -> None:
     assert due(trigger, 20) == [9, 13, 17]
 
 
+@settings(deadline=None)
 @given(warmup=st.integers(0, 30), every=st.integers(1, 30))
 def test_rounds_are_as_many_as_whole_intervals_and_replicas_part_once(
     warmup: int, every: int

@@ -28,10 +28,10 @@ from core_torch.data.batches import Layout, batch_for
 from core_torch.data.corpus import Corpus
 from core_torch.data.token_file import TokenFile
 from core_torch.data.tokenizer import ByteTokenizer
+from core_torch.errors import TwinshardError
 from core_torch.shard.access import local_shard
-from core_torch.sync.events import RoundEvent
 from core_torch.train import TrainState, build, evaluate, finish, train
-from parity_tests.harness.rank_mesh import mesh_for
+from parity_tests.cases.part_mesh import mesh_over
 from parity_tests.harness.torch_bridge import Shard, shard_of, shards_of, to_numpy
 
 VOCABULARY, SEQUENCE, HELD_OUT = 61, 8, 5
@@ -55,6 +55,7 @@ TINY = RunConfig(
     train=TrainConfig(steps=14, dtype="float64", evaluate_sequences=HELD_OUT),
 )
 
+Account = dict[str, Any]  # plain data; see account_of
 Changes = Mapping[str, Any]  # fields to replace, nested as the configuration is
 Fault = tuple[int, int, str, float]  # after this step, on this replica, parameter, value
 
@@ -98,10 +99,17 @@ def sequence_of(identity: int, row: int) -> np.ndarray:
     return tokens
 
 
-def begin(changes: Changes, identities: Sequence[int] | None = None) -> TrainState:
-    """``TINY`` with ``changes``, built on this rank's mesh, whose ledger writes a trace."""
+def begin(changes: Changes, identities: Sequence[int] | None = None) -> TrainState | None:
+    """``TINY`` with ``changes``, built on its mesh; None on a rank outside it.
+
+    The ledger starts empty and writes a trace.
+    """
     config = configured(TINY, changes)
-    mesh = mesh_for(config.mesh.replicas, config.mesh.shards)
+    mesh = mesh_over(config.mesh.replicas, config.mesh.shards)
+    if mesh is None:
+        return None
+    mesh.ledger.bytes.clear()
+    mesh.ledger.calls.clear()
     mesh.ledger.trace = []
     return build(config, mesh, corpus_for(config, identities or range(config.mesh.replicas)))
 
@@ -111,40 +119,44 @@ def run(
     identities: Sequence[int] | None = None,
     faults: Sequence[Fault] = (),
     observed: bool = False,
-) -> dict[str, Any]:
-    """Trains to the end and finishes.
+) -> Account | None:
+    """Trains to the end and finishes; None on a rank outside the mesh.
 
     Args:
         changes: to ``TINY``.
         identities: of the replicas' data; by default all different.
         faults: values to write into a parameter between two steps.
         observed: also look at the run after each step, as an interface would.
-
-    Returns:
-        Records, events, the state before the first step and after each, the trace, and the
-        state after ``finish`` if it performed a round.
     """
     state = begin(changes, identities)
-    records, events, history = [], [], [snapshot(state)]
-    for record in train(state):
-        records.append(record.as_line())
-        events += [] if record.round is None else [asdict(record.round)]
-        history.append(snapshot(state))
-        for fault in faults:
-            inject(state, *fault)
-        if observed:
-            observe(state)
-    forced: RoundEvent | None = finish(state)
-    assert state.mesh.ledger.trace is not None
-    return {
-        "records": records,
-        "events": events,
-        "history": history,
-        "trace": [tuple(dispatch) for dispatch in state.mesh.ledger.trace],
-        "forced": None if forced is None else asdict(forced),
-        "finished": snapshot(state),
-        "again": finish(state) is None,
-    }
+    return None if state is None else account_of(state, faults, observed)
+
+
+def account_of(state: TrainState, faults: Sequence[Fault] = (), observed: bool = False) -> Account:
+    """Trains ``state`` to the end, or to an error of the library, and tells all that happened.
+
+    Returns:
+        Records, events, error, the state before the first step and after each, the trace, and
+        what ``finish`` did.
+    """
+    told: Account = {"records": [], "events": [], "error": None, "history": [snapshot(state)]}
+    try:
+        for record in train(state):
+            told["records"].append(record.as_line())
+            told["events"] += [] if record.round is None else [asdict(record.round)]
+            for fault in faults:
+                inject(state, *fault)
+            told["history"].append(snapshot(state))
+            if observed:
+                observe(state)
+        forced = finish(state)
+        told["forced"] = None if forced is None else asdict(forced)
+        told["again"] = finish(state) is None
+    except TwinshardError as error:
+        told["error"] = type(error).__name__
+    told["finished"] = snapshot(state)
+    told["trace"] = [tuple(dispatch) for dispatch in state.mesh.ledger.trace or []]
+    return told
 
 
 @torch.no_grad()
@@ -183,6 +195,8 @@ def snapshot(state: TrainState) -> dict[str, Any]:
         for name, p in named.items()
         if "step" in state.optimizer.state[p]
     }
+    seen["storage"] = {name: local_shard(p).data_ptr() for name, p in named.items()}
+    seen["dispatches"] = len(state.mesh.ledger.trace or [])
     outer = None if state.sync is None else state.sync.state
     if state.sync is not None and outer is not None:
         for key in ("anchor", "velocity"):

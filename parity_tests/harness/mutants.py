@@ -25,6 +25,8 @@ class Mutant(NamedTuple):
 
 PENALTY, OUTER = "core_torch.sync.penalty", "core_torch.sync.outer"
 ADAMW, SCHEDULES = "core_torch.adamw", "core_torch.schedules"
+LLAMA, FSDP2, TRAIN = "core_torch.models.llama", "core_torch.shard.fsdp2", "core_torch.train"
+ROUND, ENGINE, TRIGGER = (f"core_torch.sync.{name}" for name in ("sync_round", "engine", "trigger"))
 
 MUTANTS: dict[str, Mutant] = {
     # outer step
@@ -116,6 +118,87 @@ MUTANTS: dict[str, Mutant] = {
     "warm-up ignored": Mutant(f"{SCHEDULES}:learning_rate", "tokens < warmup_tokens", "tokens < 0"),
     "cosine to zero": Mutant(
         f"{SCHEDULES}:decay_factor", "final_ratio + (1.0 - final_ratio) * remaining", "remaining"
+    ),
+    # model
+    "rotary pairs halves": Mutant(
+        f"{LLAMA}:Rotary.forward", "(-1, 2)).unbind(dim=-1)", "(2, -1)).unbind(dim=-2)"
+    ),
+    "rotary frequencies in float32": Mutant(
+        f"{LLAMA}:rope_frequencies", "dtype=torch.float64", "dtype=torch.float32"
+    ),
+    "rotary scaling ignored": Mutant(
+        f"{LLAMA}:rope_frequencies", "scaling.factor == 1.0", "scaling.factor > 0.0"
+    ),
+    "RMSNorm without eps": Mutant(f"{LLAMA}:RMSNorm.forward", " + self.eps", ""),
+    "RMSNorm's eps outside the mean": Mutant(
+        f"{LLAMA}:RMSNorm.forward", "+ self.eps", "+ self.eps * x_BTD.shape[-1]"
+    ),
+    "attention sees the future": Mutant(
+        f"{LLAMA}:Attention.forward", "is_causal=True", "is_causal=False"
+    ),
+    "attention scale off by 1e-6": Mutant(
+        f"{LLAMA}:Attention.forward", "q_BTHE.transpose(1, 2)", "q_BTHE.transpose(1, 2) * 1.000001"
+    ),
+    "gate and value exchanged": Mutant(
+        f"{LLAMA}:FeedForward.forward",
+        "silu(self.w1(x_BTD)) * self.w3(x_BTD)",
+        "silu(self.w3(x_BTD)) * self.w1(x_BTD)",
+    ),
+    # inner step
+    "local gradients divided by N M": Mutant(f"{FSDP2}:replica_mean", "    flat.mul_", "flat.mul_"),
+    "synchronous gradients summed": Mutant(f"{FSDP2}:replica_mean", "1.0 / axis.size", "1.0"),
+    "local gradients averaged over replicas": Mutant(
+        f"{TRAIN}:inner_step", "mean_over_replicas = synchronous", "mean_over_replicas = True"
+    ),
+    "micro-batches summed": Mutant(f"{TRAIN}:inner_step", "targets) / accumulate", "targets)"),
+    "one micro-batch for all": Mutant(f"{TRAIN}:inner_step", "accumulate + k)", "accumulate)"),
+    "gradient norm of one shard": Mutant(
+        f"{TRAIN}:apply_gradients",
+        'psum(torch.stack((loss, square)), mesh.shard, scope="metrics")',
+        "torch.stack((loss, square))",
+    ),
+    "gradient clip without 1e-6": Mutant(f"{TRAIN}:apply_gradients", "eps=1e-6", "eps=0.0"),
+    "learning rate of the step before": Mutant(
+        f"{TRAIN}:apply_gradients", "step=state.step + 1", "step=state.step"
+    ),
+    "gains decay": Mutant(f"{TRAIN}:build_optimizer", ', "weight_decay": 0.0}', "}"),
+    # rounds
+    "pseudo-gradient of the wrong sign": Mutant(f"{ROUND}:pseudo_gradient", "a - x", "x - a"),
+    "norms of one shard": Mutant(
+        f"{ROUND}:measure_all",
+        'psum(torch.stack(squares), axes.shard, scope="norms")',
+        "torch.stack(squares)",
+    ),
+    "norm for the clip of one shard": Mutant(
+        f"{ROUND}:finish",
+        "psum(sum_of_squares(combined, unit.factors), axes.shard, scope=unit.name)",
+        "sum_of_squares(combined, unit.factors)",
+    ),
+    "plain mean in place of the penalty": Mutant(
+        f"{ROUND}:measure_all", "rules.penalty is not None and rules.penalty.weigh", "False"
+    ),
+    "a rollback takes an outer step": Mutant(
+        f"{ROUND}:measure_all", "~anomaly_UR.all(dim=-1)", "anomaly_UR.any(dim=-1) | True"
+    ),
+    "stale anchor": Mutant(f"{ROUND}:finish", "anchors.append(anchor)", "anchors.append(a)"),
+    "stale velocity": Mutant(
+        f"{ROUND}:finish", "velocities.append(velocity)", "velocities.append(b)"
+    ),
+    "parameters not replaced": Mutant(f"{ROUND}:finish", "x.copy_(anchor)", "x.copy_(x)"),
+    "clipped but not scaled": Mutant(f"{ROUND}:finish", "beta * d", "d"),
+    "a forced round moves the statistics": Mutant(
+        f"{ENGINE}:LocalSGD._conclude", " and not forced", ""
+    ),
+    "a round one step early": Mutant(
+        f"{TRIGGER}:StepTrigger.is_due", "(step - self.warmup) %", "(step - self.warmup + 1) %"
+    ),
+    "a round right after the warm-up": Mutant(
+        f"{TRIGGER}:StepTrigger.is_due", "step > self.warmup", "step >= self.warmup"
+    ),
+    "warm-up one step longer": Mutant(
+        f"{TRIGGER}:StepTrigger.is_synchronous",
+        "completed < self.warmup",
+        "completed <= self.warmup",
     ),
 }
 

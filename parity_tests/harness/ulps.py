@@ -51,7 +51,8 @@ def element_steps(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"{x.dtype}{x.shape} against {y.dtype}{y.shape}")
-    return np.abs(_ordinal(x) - _ordinal(y))
+    steps: np.ndarray = np.abs(_ordinal(x) - _ordinal(y))
+    return steps
 
 
 def _ordinal(x: np.ndarray) -> np.ndarray:

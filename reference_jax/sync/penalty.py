@@ -123,20 +123,20 @@ def update_stats(
     Accepted norms enter with weight ``max(ema_alpha, 1 / (count + 1))``: exact mean and
     variance first, a moving average later. A re-armed replica starts anew from its norm. An
     anomaly changes nothing but the number of flags in a row, and a non-finite one not even
-    that. When every replica is an anomaly (a rollback) nothing changes at all.
+    that. Flags count in a rollback too, or a change of regime that all replicas share would
+    be refused for ever.
     """
     accepted_R = ~verdict.is_anomaly_R
     alpha_R = jnp.maximum(1.0 / (stats.count_R.astype(norm_R.dtype) + 1.0), ema_alpha)
     step_R = norm_R - stats.mean_R
     mean_R = stats.mean_R + alpha_R * step_R
     var_R = (1.0 - alpha_R) * (stats.var_R + alpha_R * jnp.square(step_R))
-    rearmed_R, some_accepted = verdict.is_rearmed_R, accepted_R.any(axis=-1, keepdims=True)
-    counts_flag_R = verdict.is_flagged_R & ~accepted_R & some_accepted
+    rearmed_R = verdict.is_rearmed_R
     return NormStats(
         mean_R=jnp.where(rearmed_R, norm_R, jnp.where(accepted_R, mean_R, stats.mean_R)),
         var_R=jnp.where(rearmed_R, 0.0, jnp.where(accepted_R, var_R, stats.var_R)),
         count_R=jnp.where(rearmed_R, 1, stats.count_R + accepted_R.astype(int)),
-        flags_R=jnp.where(accepted_R, 0, stats.flags_R + counts_flag_R.astype(int)),
+        flags_R=jnp.where(accepted_R, 0, stats.flags_R + verdict.is_flagged_R.astype(int)),
     )
 
 

@@ -1,0 +1,205 @@
+"""Every mirrored formula gives the same numbers in both cores, and each fault in one is noticed.
+
+Locked: both sides get the same inputs in every round, so that a difference is of this round.
+"""
+
+import importlib
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.harness import jax_bridge, mutants, torch_bridge
+from parity_tests.harness.tolerances import EXACT, OPTIMIZER, STATE, Tolerance
+from parity_tests.harness.ulps import ErrorTable
+
+PENALTY, OUTER = "sync.penalty", "sync.outer"
+PURE = [
+    name
+    for name, mutant in mutants.MUTANTS.items()
+    if mutant.target.partition(":")[0].removeprefix("core_torch.")
+    in (PENALTY, OUTER, "adamw", "schedules")
+]
+UNITS, REPLICAS, ROUNDS = 3, 4, 30
+JUDGE = dict(z_threshold=3.0, warmup_rounds=10, spike_ratio=100.0, rearm_after=3, eps=1e-6)
+NAN, INF = float("nan"), float("inf")
+
+
+class Record(NamedTuple):
+    """A NamedTuple of either core by the name of its class."""
+
+    kind: str
+    fields: tuple[np.ndarray, ...]
+
+
+class Results(NamedTuple):
+    """What a function gave in both cores, tuples taken apart."""
+
+    core: tuple[np.ndarray, ...]
+    reference: tuple[np.ndarray, ...]
+
+
+def both(module: str, function: str, *args: Any, **keywords: Any) -> Results:
+    """Calls a mirrored function in both cores with copies of the same arrays."""
+    core = importlib.import_module(f"core_torch.{module}")
+    reference = importlib.import_module(f"reference_jax.{module}")
+    core_args = [sent(core, a, torch_bridge.to_torch) for a in args]
+    reference_args = [sent(reference, a, jax_bridge.to_jax) for a in args]
+    return Results(
+        received(getattr(core, function)(*core_args, **keywords)),
+        received(getattr(reference, function)(*reference_args, **keywords)),
+    )
+
+
+def sent(module: Any, value: Any, convert: Callable[[np.ndarray], Any]) -> Any:
+    """``value`` as one core wants it."""
+    if isinstance(value, Record):
+        return getattr(module, value.kind)(*map(convert, value.fields))
+    return convert(value) if isinstance(value, np.ndarray) else value
+
+
+def received(result: Any) -> tuple[np.ndarray, ...]:
+    """Arrays of a result of either core."""
+    parts = result if isinstance(result, tuple) else (result,)
+    arrays = []
+    for x in parts:
+        assert isinstance(x, torch.Tensor | jax.Array)
+        arrays.append(
+            torch_bridge.to_numpy(x) if isinstance(x, torch.Tensor) else jax_bridge.to_numpy(x)
+        )
+    return tuple(arrays)
+
+
+def agree(errors: ErrorTable, quantity: str, got: Results, tolerance: Tolerance) -> Any:
+    """Compares floats in u, all else exactly; returns the reference's arrays."""
+    assert len(got.core) == len(got.reference)
+    for x, y in zip(got.core, got.reference, strict=True):
+        if y.dtype.kind in "bi":
+            np.testing.assert_array_equal(x, y, err_msg=quantity)
+        else:
+            errors.check(quantity, x, y, tolerance)
+    return got.reference if len(got.reference) > 1 else got.reference[0]
+
+
+def norms_of_round(k: int, dtype: str) -> np.ndarray:
+    """(UNITS, REPLICAS) norms, with everything in them that the penalty has a rule for."""
+    norm_UR = np.random.default_rng(k).lognormal(0.0, 0.1, (UNITS, REPLICAS))
+    norm_UR[0, 0] *= 1e4 if k == 2 else 1.0  # a spike while statistics are cold
+    norm_UR[1, 1] *= 50.0 if k in (14, 20, 21, 22, 23) else 1.0  # flagged; a new regime
+    norm_UR[1, 2] *= 0.01 if k == 16 else 1.0  # small is fine
+    norm_UR[2, 3] = {5: NAN, 6: 1e30, 17: INF, 18: 1e30}.get(k, norm_UR[2, 3])
+    if k in (9, 24):
+        norm_UR[2] = NAN  # a rollback
+    return norm_UR.astype(dtype)
+
+
+def check_penalty(errors: ErrorTable, dtype: str) -> None:
+    """Thirty rounds of judging, weighing and statistics."""
+    zeros, none = np.zeros((UNITS, REPLICAS), dtype), np.zeros((UNITS, REPLICAS), np.int64)
+    stats = Record("NormStats", (zeros, zeros, none, none))
+    seen = np.zeros((4, UNITS, REPLICAS), bool)
+    rollbacks = 0
+    for k in range(ROUNDS):
+        norm_UR = norms_of_round(k, dtype)
+        got = both(PENALTY, "judge", norm_UR, stats, **JUDGE)
+        verdict = Record("Verdict", agree(errors, "verdict", got, EXACT))
+        anomaly_UR = verdict.fields[3]
+        seen |= np.stack([~verdict.fields[0], *verdict.fields[1:]])
+        rollbacks += int(anomaly_UR.all(axis=-1).sum())
+        for relative in (False, True):
+            settings = dict(temperature=0.5, relative=relative)
+            got = both(PENALTY, "mixing_weights", norm_UR, anomaly_UR, **settings)
+            weight_UR = agree(errors, "weights", got, STATE)
+        agree(errors, "effective replicas", both(PENALTY, "effective_replicas", weight_UR), STATE)
+        got = both(PENALTY, "median_over_replicas", norm_UR, ~anomaly_UR)
+        agree(errors, "median of norms", got, STATE)
+        got = both(PENALTY, "update_stats", norm_UR, verdict, stats, ema_alpha=0.05)
+        stats = Record("NormStats", agree(errors, "norm statistics", got, STATE))
+    assert seen.any(axis=(1, 2)).all() and rollbacks == 2, "a rule was not exercised"
+
+
+def check_uniform_weights(errors: ErrorTable, dtype: str) -> None:
+    """Equal weights for any number of replicas left out."""
+    anomaly_UR = np.array(list(product([False, True], repeat=REPLICAS)))
+    arguments = torch_bridge.to_torch(anomaly_UR), jax_bridge.to_jax(anomaly_UR)
+    core = importlib.import_module(f"core_torch.{PENALTY}")
+    reference = importlib.import_module(f"reference_jax.{PENALTY}")
+    got = Results(
+        received(core.uniform_weights(arguments[0], dtype=getattr(torch, dtype))),
+        received(reference.uniform_weights(arguments[1], dtype=np.dtype(dtype))),
+    )
+    agree(errors, "uniform weights", got, EXACT)
+
+
+def check_round(errors: ErrorTable, dtype: str) -> None:
+    """Weighing, clipping and the outer step, accepted or not, and healing."""
+    rng = np.random.default_rng(1)
+    anchor, velocity, delta = (rng.normal(size=(7, 5)).astype(dtype) for _ in range(3))
+    delta[0, 0] = NAN
+    for weight in (0.0, 0.3):
+        got = both(PENALTY, "weigh", delta, np.array(weight, dtype))
+        agree(errors, "weighed pseudo-gradient", got, EXACT)
+    for norm in (0.0, 1e-7, 3.0, 10.0, 10.000001, 1e6, INF):
+        got = both(PENALTY, "clip_coefficient", np.array(norm, dtype), max_norm=10.0, eps=1e-6)
+        agree(errors, "clip coefficient", got, STATE)
+    delta[0, 0] = 1.0
+    for accept, (lr, momentum) in product((True, False), ((0.8, 0.85), (0.7, 0.9), (1.0, 0.0))):
+        arrays = anchor, velocity, delta, np.array(accept)
+        got = both(OUTER, "nesterov_step", *arrays, lr=lr, momentum=momentum)
+        agree(errors, "outer step", got, STATE)
+    for is_bad in (True, False):
+        agree(errors, "healed moment", both(OUTER, "heal", delta, np.array(is_bad)), EXACT)
+
+
+def check_adamw(errors: ErrorTable, dtype: str) -> None:
+    """Updates, not parameters, over steps enough to see both bias corrections and decay."""
+    rng = np.random.default_rng(2)
+    param = rng.normal(size=(6, 4)).astype(dtype)
+    state = (np.zeros_like(param), np.zeros_like(param), np.zeros((), dtype))
+    scalars = dict(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    for _ in range(4):
+        grad = (rng.normal(size=param.shape) * 10.0 ** rng.uniform(-9, 1, param.shape)).astype(
+            dtype
+        )
+        got = both("adamw", "adamw_update", param, grad, *state, **scalars)
+        agree(errors, "AdamW moments", Results(got.core[1:], got.reference[1:]), OPTIMIZER)
+        step = (
+            np.finfo(dtype).eps * np.linalg.norm(param) / np.linalg.norm(got.reference[0] - param)
+        )
+        allowed = Tolerance(OPTIMIZER.value + step / np.finfo(dtype).eps, "16 + |param| / |update|")
+        moved = Results((got.core[0] - param,), (got.reference[0] - param,))
+        agree(errors, "AdamW update", moved, allowed)
+        param, *rest = got.reference
+        state = (rest[0], rest[1], rest[2])
+
+
+def check_schedules(errors: ErrorTable, dtype: str) -> None:
+    """Learning rates are Python floats and equal to the last bit, whatever the dtype."""
+    core = importlib.import_module("core_torch.schedules")
+    reference = importlib.import_module("reference_jax.schedules")
+    for shape, warmup, tokens in product(core.SHAPES, (0, 100), range(1, 1301, 37)):
+        settings = dict(peak=3e-4, shape=shape, warmup_tokens=warmup, total_tokens=1200)
+        settings |= dict(final_ratio=0.1, decay_share=0.3)
+        assert core.learning_rate(tokens, **settings) == reference.learning_rate(tokens, **settings)
+
+
+CHECKS = [check_penalty, check_uniform_weights, check_round, check_adamw, check_schedules]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
+def test_both_cores_compute_the_same(
+    errors: ErrorTable, check: Callable[[ErrorTable, str], None], dtype: str
+) -> None:
+    check(errors, dtype)
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_a_fault_in_a_formula_is_noticed(name: str) -> None:
+    with mutants.applied(name), pytest.raises(AssertionError):
+        for check in CHECKS:
+            check(ErrorTable(), "float64")
