@@ -42,25 +42,34 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
 
+def _iota(shape: list[int], turn: list[int]) -> np.ndarray:
+    grid = np.arange(np.prod(shape)).reshape(shape)
+    return grid.transpose(turn or range(grid.ndim))
+
+
 def device_groups(line: str) -> np.ndarray:
     """(groups, members) positions of devices in the mesh.
 
     Raises:
         ValueError: a spelling of groups that this function does not know.
     """
-    named = re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}:]*)\}", line)
+    named = re.search(
+        r"replica_groups=mesh\[([^]]*)\]"
+        r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}",
+        line,
+    )
     if named:  # mesh['a'=2,'b'=2] {'b'}: a grid of devices, and the axes inside a group
         sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        inside = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
+        shape = list(sizes.values())
+        grid = _iota(_numbers(named[2] or "") or shape, _numbers(named[3] or "")).reshape(shape)
+        inside = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[4])]
         outside = [i for i in range(len(sizes)) if i not in inside]
-        grid = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
-        members = np.prod([grid.shape[i] for i in inside])
+        members = np.prod([shape[i] for i in inside])
         return grid.transpose(outside + inside).reshape(-1, members)
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if tiled:  # [2,2]<=[4]T(1,0): 0..3 reshaped, transposed, cut into groups
         shape, grid_shape, turn = (_numbers(x or "") for x in tiled.groups())
-        grid = np.arange(np.prod(grid_shape)).reshape(grid_shape)
-        return grid.transpose(turn or range(grid.ndim)).reshape(shape)
+        return _iota(grid_shape, turn).reshape(shape)
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", line)
     if listed:  # {{0,1},{2,3}}
         return np.array([_numbers(row) for row in re.findall(r"\{([\d,]+)\}", listed[1])])

@@ -30,7 +30,9 @@ class Collective(NamedTuple):
     """One collective: how to call it, what it must give, and whether Twinshard relies on it."""
 
     name: str
-    call: Callable[[Tensor, Tensor, bool], dist.Work | None]  # (output, input, asynchronous)
+    call: Callable[
+        [Tensor, Tensor, bool], Any
+    ]  # -> dist.Work or None; (output, input, asynchronous)
     want: Callable[[Tensor, int], Tensor]  # from all ranks' inputs (ranks, n) and the rank
     is_used: bool = True
 
@@ -87,7 +89,7 @@ def check_rows_of_initial_weights() -> dict[str, Any]:
     """Whether no matrix of a new model holds the same row twice."""
     model = build_model(_MODEL, _VOCABULARY, seed=0)
     for name, param in model.named_parameters():
-        if param.ndim == 2 and len(param.unique(dim=0)) < len(param):
+        if param.ndim == 2 and len(torch.unique(param, dim=0)) < len(param):
             return check("initial weights: rows distinct", "wrong", f"{name} repeats rows")
     return check("initial weights: rows distinct", "ok", "")
 
@@ -125,7 +127,7 @@ def check_torch_meta_init(mesh: Mesh) -> dict[str, Any]:
     weight = layer.weight
     assert isinstance(weight, DTensor)
     whole = weight.full_tensor()
-    repeats = len(whole) - len(whole.unique(dim=0))
+    repeats = len(whole) - len(torch.unique(whole, dim=0))
     state = "warning" if repeats else "ok"
     detail = f"repeats {repeats} of {len(whole)} rows" if repeats else ""
     return check("torch's meta-device initialisation (not used)", state, detail, False)
@@ -140,29 +142,29 @@ def _flat(mesh: Mesh) -> Any:
     return mesh.torch_mesh["replica"]  # doctor's first mesh has all ranks on this axis
 
 
-def _all_reduce(output: Tensor, given: Tensor, asynchronous: bool) -> dist.Work | None:
+def _all_reduce(output: Tensor, given: Tensor, asynchronous: bool) -> Any:
     output.copy_(given)
     return dist.all_reduce(output, async_op=asynchronous)
 
 
-def _broadcast(output: Tensor, given: Tensor, asynchronous: bool) -> dist.Work | None:
+def _broadcast(output: Tensor, given: Tensor, asynchronous: bool) -> Any:
     output.copy_(given)
     return dist.broadcast(output, src=0, async_op=asynchronous)
 
 
-def _all_gather(output: Tensor, given: Tensor, asynchronous: bool) -> dist.Work | None:
+def _all_gather(output: Tensor, given: Tensor, asynchronous: bool) -> Any:
     return dist.all_gather_single(output, given, async_op=asynchronous)
 
 
-def _all_to_all(output: Tensor, given: Tensor, asynchronous: bool) -> dist.Work | None:
+def _all_to_all(output: Tensor, given: Tensor, asynchronous: bool) -> Any:
     return dist.all_to_all_single(output, given, async_op=asynchronous)
 
 
-def _scatter_sum(output: Tensor, given: Tensor, asynchronous: bool) -> dist.Work | None:
+def _scatter_sum(output: Tensor, given: Tensor, asynchronous: bool) -> Any:
     return dist.reduce_scatter_single(output, given, async_op=asynchronous)
 
 
-def _scatter_mean(output: Tensor, given: Tensor, asynchronous: bool) -> dist.Work | None:
+def _scatter_mean(output: Tensor, given: Tensor, asynchronous: bool) -> Any:
     mean = dist.ReduceOp.AVG
     return dist.reduce_scatter_single(output, given, op=mean, async_op=asynchronous)
 

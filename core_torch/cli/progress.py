@@ -1,37 +1,45 @@
-"""Shows a run while it trains: a live bar in a terminal, ten lines elsewhere."""
+"""Shows runs while they train: live bars in a terminal, ten lines per run elsewhere."""
 
 import time
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-from core_torch.report.text import human_bytes, human_count
+from core_torch.report.text import human_bytes, human_count, method_title
 
 _LINES = 10
 
 
 class ProgressView:
-    """Takes the events of a training job and shows them on standard error."""
+    """Takes the events of training ("begin", then "step") and shows them on standard error."""
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._title = title
-        self._first: tuple[float, int] | None = None  # time and tokens of the first event
-        self._bar = Progress(
+        self._bars = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=None, facts="starting")
+        self._task = TaskID(0)
+        self._title = ""
+        self._steps = 1
+        self._first: tuple[float, int] | None = None  # time and tokens of the first step
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._bars.start()
         return self
 
     def __exit__(
@@ -40,18 +48,26 @@ class ProgressView:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        self._bars.stop()
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Shows one event; those of other jobs are none of its business."""
-        if event["event"] != "progress":
-            return
-        facts = self._facts(event)
-        step, steps = event["step"], event["steps"]
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, total=steps, facts=facts)
-        elif step * _LINES // steps > (step - 1) * _LINES // steps:
-            self._console.print(f"{self._title}: step {step}/{steps}, {facts}", highlight=False)
+        if event["event"] == "begin":
+            self._title, self._steps = method_title(event["method"]), event["steps"]
+            self._first = None
+            self._task = self._bars.add_task(
+                self._title, total=self._steps, completed=event["step"], facts="starting"
+            )
+        elif event["event"] == "step":
+            self._show(event)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        step, steps, facts = event["step"], self._steps, self._facts(event)
+        self._bars.update(self._task, completed=step, facts=facts)
+        is_tenth = step * _LINES // steps > (step - 1) * _LINES // steps
+        if is_tenth and not self._console.is_terminal:
+            line = f"{self._title}: step {step}/{steps}, {facts}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _facts(self, event: dict[str, Any]) -> str:
         facts = [f"loss {event['loss']:.4f}"]

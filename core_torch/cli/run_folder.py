@@ -1,15 +1,33 @@
 """Names inside a run's folder, and its last words: outcome.json."""
 
+import shlex
 import sys
 from pathlib import Path
 
 from core_torch.config import RunConfig
-from core_torch.errors import EXIT_OK, ConfigError, TwinshardError
+from core_torch.config_file import from_toml
+from core_torch.errors import EXIT_OK, ConfigError, DataError, TwinshardError
 from core_torch.report.records import metrics_path, write_json
 
 CONFIG = "config.toml"
 DATA = "data"  # folder of the prepared text
 LOGS = "logs"  # folder of the ranks' output
+
+
+def config_of(folder: Path) -> RunConfig:
+    """The configuration that a run was trained with.
+
+    Raises:
+        DataError: not a run's folder.
+        ConfigError: its config.toml was changed into one that cannot work.
+    """
+    if not (folder / CONFIG).is_file():
+        raise DataError(
+            f"{folder} is no run: it has no {CONFIG}",
+            likely="a mistyped path, or the folder above the runs",
+            next=f"twinshard train --run {shlex.quote(str(folder))}",
+        )
+    return from_toml(folder / CONFIG)
 
 
 def check_unused(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from core_torch.cli.worker import run_here, torchrun_place
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus, prepare
 from core_torch.errors import EXIT_OK, ConfigError, PeerLost, TwinshardError
-from core_torch.report.text import counted, fixed, human_bytes, human_count, one_line
+from core_torch.report.text import counted, fixed, human_bytes, human_count, method_title, one_line
 
 _PATIENCE_SECONDS = 60.0  # the ranks' own deadline comes first, and says more
 
@@ -55,23 +55,29 @@ def train_run(
     if not resume:
         check_unused(config)
     check_corpus(config, prepare(config.data, folder / DATA))
-    values = dataclasses.asdict(config)
-    job = {"kind": "train", "config": values, "resume": resume, "force": force}
+    entry = {
+        "config": dataclasses.asdict(config),
+        "data": str(folder / DATA),
+        "resume": resume,
+        "force": force,
+        "prompt": None,
+    }
+    job = {"kind": "train", "runs": [entry]}
     place = torchrun_place()
     if place is not None and place.rank > 0:
         run_here(job, place, lambda event: None)
         return None
-    with ProgressView(config.sync.method) as view:
+    with ProgressView() as view:
         try:
             if place is not None:
-                result = run_here(job, place, view)
+                [summary] = run_here(job, place, view)
             else:
-                result = _launch(job, config, view)
+                [summary] = _launch(job, config, view)
         except (Interrupted, PeerLost) as error:
             error.next = error.next or resume_command(config)
             raise
-    summary: dict[str, Any] = result
-    return summary
+    checked: dict[str, Any] = summary
+    return checked
 
 
 def check_corpus(config: RunConfig, corpus: Corpus) -> None:
@@ -106,6 +112,11 @@ def report_of(config: RunConfig) -> str:
     return f"twinshard report {shlex.quote(config.run)}"
 
 
+def sample_of(config: RunConfig) -> str:
+    """The command that writes text with this run's model."""
+    return f'twinshard sample {shlex.quote(config.run)} --prompt "To be, or not"'
+
+
 def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
     """What the run gave, where things are, and what to try next."""
     name, mesh = one_line(config.run), config.mesh
@@ -118,10 +129,11 @@ def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"{name}: {config.sync.method}, {counted(config.train.steps, 'step')} on "
+            f"{name}: {method_title(config.sync.method)}, {counted(config.train.steps, 'step')} on "
             f"{counted(mesh.replicas, 'replica')} x {counted(mesh.shards, 'shard')}",
             *(f"  {fact}" for fact in facts),
             f"  files:  {name}/ (metrics.jsonl, events.jsonl, summary.json)",
+            f"  text:   {sample_of(config)}",
             f"  next:   {report_of(config)}",
         ]
     )

@@ -17,6 +17,7 @@ KNOWN = kinds(RunConfig())
 
 def config_of(line: str) -> RunConfig:
     """The run configuration that ``twinshard train LINE`` trains."""
+    config: RunConfig
     (_, config), _ = parse("train", line.split())
     return config
 

@@ -215,7 +215,8 @@ def test_a_forger_who_renews_the_hashes_is_refused_all_the_same(
     folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parents[2])
-    FORGERIES[case](folder)
+    forge: Callable[[Path], None] = FORGERIES[case]
+    forge(folder)
     recommit(folder)
     with pytest.raises(CheckpointCorrupt):
         verify(folder)

@@ -83,8 +83,12 @@ def test_a_linked_checkpoint_folder_is_refused_and_nothing_is_written_there(tmp_
     outside.mkdir()
     run.mkdir()
     (run / "ckpt").symlink_to(outside)
-    uses: list[Callable[[], Any]] = [lambda: commit_step(run, 5), lambda: latest(run)]
-    for use in [*uses, lambda: sweep(run)]:
+    uses: list[Callable[[], Any]] = [
+        lambda: commit_step(run, 5),
+        lambda: latest(run),
+        lambda: sweep(run),
+    ]
+    for use in uses:
         with pytest.raises(CheckpointError, match="ckpt is a link to"):
             use()
     assert list(outside.iterdir()) == []

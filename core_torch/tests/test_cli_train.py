@@ -12,7 +12,6 @@ import pytest
 
 from core_torch.cli import main
 from core_torch.cli.progress import ProgressView
-from core_torch.config import MeshConfig, RunConfig
 from core_torch.config_file import from_toml
 from core_torch.report.records import load_run
 
@@ -36,15 +35,15 @@ def words(run: str, *more: str) -> list[str]:
     return ["train", *SMALL, "--data.path", "text.txt", "--run", run, *more]
 
 
-def test_a_run_leaves_its_records_and_says_where(
+def test_a_run_from_its_first_step_to_text_and_report(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = words("a b", "--mesh.replicas", "2", "--train.steps", "10", "--sync.every", "4")
     assert main(line) == 0
     captured = capsys.readouterr()
-    assert "a b: edit, 10 steps on 2 replicas x 1 shard" in captured.out
+    assert "a b: EDiT, 10 steps on 2 replicas x 1 shard" in captured.out
     assert "twinshard report 'a b'" in captured.out
-    assert captured.err.count("edit: step") == 10  # a line for each tenth
+    assert captured.err.count("EDiT: step") == 10  # a line for each tenth
     records = load_run(folder / "a b")
     assert {n: len(steps) for n, steps in records.metrics.items()} == {0: 10, 1: 10}
     assert [(e.step, e.forced) for e in records.events] == [(4, False), (8, False), (10, True)]
@@ -55,6 +54,28 @@ def test_a_run_leaves_its_records_and_says_where(
     assert main(line) == 2  # its records are not to be mixed with those of another run
     assert "a b holds a run already" in capsys.readouterr().err
     assert load_run(folder / "a b").outcome["exit_code"] == 0
+
+    assert main([*line, "--resume", "auto", "--train.steps", "12"]) == 0  # the later option counts
+    assert [step.step for step in load_run(folder / "a b").metrics[1]] == list(range(1, 13))
+
+    capsys.readouterr()
+    sample = ["sample", "a b", "--prompt", "To be", "--tokens", "3", "--seed", "1"]
+    assert main(sample) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("To be")
+    assert main(sample) == 0
+    assert capsys.readouterr().out == first
+    assert main(["report", "a b", "--out", "page"]) == 0
+    assert "page/report.html" in capsys.readouterr().out
+    assert (folder / "page" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["sample", "report"])
+def test_a_folder_that_is_no_run_is_named(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, str(folder)]) == 3
+    assert "is no run: it has no config.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -94,6 +115,7 @@ def test_ctrl_c_ends_the_run_with_the_command_that_goes_on(folder: Path) -> None
     assert "Interrupted: SIGINT" in stderr
     assert "twinshard train a/config.toml --resume auto" in stderr
     assert "Traceback" not in stderr
+    assert not (folder / "a" / "ckpt").exists()
     outcome = json.loads((folder / "a" / "outcome.json").read_text())
     assert (outcome["exit_code"], outcome["state"]) == (130, "Interrupted")
 
@@ -109,16 +131,16 @@ def test_torchrun_starts_the_same_training(folder: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("a: edit, 2 steps on 1 replica x 2 shards") == 1
+    assert done.stdout.count("a: EDiT, 2 steps on 1 replica x 2 shards") == 1
     assert load_run(folder / "a").summary["steps"] == 2
 
 
 def test_the_bar_stands_only_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    config = RunConfig(mesh=MeshConfig(replicas=2))
-    event = {"event": "progress", "steps": 100, "tokens": 10, "loss": 1.0, "replica_bytes": 2_000}
-    with ProgressView(config.sync.method) as view:
-        for step in range(1, 101):
-            view(event | {"step": step, "tokens": step * 10})
+    step = {"event": "step", "loss": 1.0, "replica_bytes": 2_000, "committed": None}
+    with ProgressView() as view:
+        view({"event": "begin", "method": "edit", "step": 0, "steps": 100})
+        for number in range(1, 101):
+            view(step | {"step": number, "tokens": number * 10})
         view({"event": "something else"})
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -13,6 +13,7 @@ from torch import Tensor
 from core_torch.cli import doctor, doctor_rank, main
 from core_torch.cli.doctor_rank import COLLECTIVES, Collective, check_collective, inputs_of
 from core_torch.errors import PeerLost
+from core_torch.models import build_model
 
 CPU = torch.device("cpu")
 
@@ -88,10 +89,8 @@ def test_models_that_differ_have_other_checksums() -> None:
 
 
 def test_repeated_rows_of_initial_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor_rank.build_model
-
     def repeating(*args: Any, **options: Any) -> torch.nn.Module:
-        model = real(*args, **options)
+        model = build_model(*args, **options)
         with torch.no_grad():
             weight = model.get_parameter("layers.0.attention.wq.weight")
             weight[1] = weight[0]

@@ -119,7 +119,7 @@ def test_the_temporary_folder_is_private_and_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    modes = []
+    modes: list[int] = []
     launch(
         {"kind": "echo", "value": 0},
         1,

@@ -91,9 +91,11 @@ MUTANTS: dict[str, Mutant] = {
         "weight * pseudo_grad",
     ),
     "no clip": Mutant(
-        f"{PENALTY}:clip_coefficient", "(norm + eps), max=1.0", "(norm + eps) * 0 + 1"
+        f"{PENALTY}:clip_coefficient",
+        "torch.clamp(max_norm / (norm + eps), max=1.0)",
+        "torch.ones_like(norm)",
     ),
-    "clip amplifies": Mutant(f"{PENALTY}:clip_coefficient", ", max=1.0", ""),
+    "clip amplifies": Mutant(f"{PENALTY}:clip_coefficient", "max=1.0", "min=0.0"),
     "clip with eps subtracted": Mutant(f"{PENALTY}:clip_coefficient", "norm + eps", "norm - eps"),
     # optimizer
     "first moment not corrected": Mutant(
