@@ -1,5 +1,7 @@
 """A replica that fails does not reach the others, and is healthy again one round later."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -23,12 +25,13 @@ from parity_tests.trajectories import (
 VALUES = [float("nan"), float("inf"), 1e30]
 # Without warm-up, in which a gradient of three replicas is not one of two. Rounds are due after
 # even steps and, forced, after the last.
-LOCAL = {
+LOCAL: dict[str, dict[str, Any]] = {
     "sync": {"every": 2, "warmup": 0, "penalty": PENALTY},
     "train": {"steps": 13},
 }
 BEFORE_ROUNDS = (1, 3, 5, 7, 9, 11, 13)
-PLAIN = {"sync": {"every": 2, "warmup": 2}, "train": {"steps": 8}}  # rounds after 4, 6 and 8
+# Rounds after steps 4, 6 and 8.
+PLAIN: dict[str, dict[str, Any]] = {"sync": {"every": 2, "warmup": 2}, "train": {"steps": 8}}
 
 
 # --- E10: a bad replica is as good as none ---

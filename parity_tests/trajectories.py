@@ -20,18 +20,26 @@ IN_EVERY_UNIT = (QUIET, LOUD, "layers.1.attention.wq.weight", "output.weight")
 UNITS = ["embedding", "layers.0", "layers.1", "head"]
 
 # Rounds after steps 4, 6, 8, 10, 12 and, forced, 13; thresholds so low that all parts act.
-PENALTY = {"warmup_rounds": 2, "temperature": 0.01, "max_norm": 0.2, "ema_alpha": 0.5}
-STORMY = {"sync": {"every": 2, "warmup": 2, "penalty": PENALTY}, "train": {"steps": 13}}
-NO_PENALTY = {"exclude": False, "weigh": False, "clip": False}
+PENALTY: dict[str, Any] = {
+    "warmup_rounds": 2,
+    "temperature": 0.01,
+    "max_norm": 0.2,
+    "ema_alpha": 0.5,
+}
+STORMY: dict[str, dict[str, Any]] = {
+    "sync": {"every": 2, "warmup": 2, "penalty": PENALTY},
+    "train": {"steps": 13},
+}
+NO_PENALTY: dict[str, Any] = {"exclude": False, "weigh": False, "clip": False}
 
 
 def storm(flagged: Sequence[int], infected: Sequence[int], everyone: Sequence[int]) -> list[Fault]:
-    """Faults for ``STORMY``: a flag in round 3, a NaN in round 4, in round 5 a rollback.
+    """Faults for the rounds after steps 8, 10 and 12: a flag, a NaN, a rollback of a unit.
 
     Args:
-        flagged: replicas whose embedding makes a large, finite step before round 3.
-        infected: replicas that meet a NaN before round 4.
-        everyone: all replicas.
+        flagged: replicas whose embedding makes a large, finite step.
+        infected: replicas that meet a NaN in loss and gradient.
+        everyone: all replicas; 1e30 in each embedding leaves that unit nobody to follow.
     """
     faults = [(7, n, QUIET, 20.0) for n in flagged]
     faults += [(9, n, LOUD, float("nan")) for n in infected]
@@ -49,7 +57,6 @@ class Trajectory:
         self.events += [first["forced"]] if first.get("forced") else []
         assert all(repr(rank["events"]) == repr(first["events"]) for rank in self.ranks)
         assert all(repr(rank.get("forced")) == repr(first.get("forced")) for rank in self.ranks)
-        self.history: list[list[Any]] = [rank["history"] for rank in self.ranks]
         self.steps = len(first["history"]) - 1
 
     def rank(self, replica: int, shard: int = 0) -> Any:
@@ -92,12 +99,13 @@ def launch(
 def same(x: Any, y: Any) -> bool:
     """Equality to the last bit of nested plain data."""
     if isinstance(x, np.ndarray):
-        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        equal_kind = x.dtype == y.dtype and x.shape == y.shape
+        return bool(equal_kind and x.tobytes() == y.tobytes())
     if isinstance(x, dict):
-        return x.keys() == y.keys() and all(same(x[k], y[k]) for k in x)
+        return list(x) == list(y) and all(same(x[k], y[k]) for k in x)
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(same, x, y))
-    return repr(x) == repr(y)  # NaN is itself
+    return bool(repr(x) == repr(y))  # NaN is itself
 
 
 def assert_storm(run: Trajectory, *, unequal: bool = True) -> None:
@@ -180,19 +188,23 @@ def assert_close(
     for step in [*range(1, x.steps + 1), -1]:
         if what in x.rank(replica)["history"][step]:
             mine, theirs = (run.whole(what, step, replica) for run in (x, y))
-            check(errors, f"{quantity}, {what}", mine, theirs, begin)
+            count = x.steps if step < 0 else step
+            check(errors, f"{quantity}, {what}", mine, theirs, begin, count)
 
 
-def check(errors: ErrorTable, quantity: str, x: Whole, y: Whole, begin: Whole) -> None:
-    """Updates ``x - begin`` and ``y - begin`` agree tensor by tensor."""
+def check(errors: ErrorTable, quantity: str, x: Whole, y: Whole, begin: Whole, steps: int) -> None:
+    """Updates ``x - begin`` and ``y - begin`` of so many steps agree tensor by tensor."""
     for name, start in begin.items():
         mine, theirs = x[name] - start, y[name] - start
-        size = float(np.linalg.norm(start))
-        update = float(np.linalg.norm(theirs[np.isfinite(theirs)]))
-        width = equalities.VOCABULARY
-        kind = dict(steps=20, layers=2, width=width, params=size, update=update)
-        tolerance = tolerances.free_running("float64", **kind)  # type: ignore[arg-type]
-        errors.check(quantity, mine, theirs, tolerance, where=name)
+        tolerance = tolerances.free_running(
+            "float64",
+            steps=steps,
+            layers=2,
+            width=equalities.VOCABULARY,
+            params=float(np.linalg.norm(start)),
+            update=float(np.linalg.norm(theirs[np.isfinite(theirs)])),
+        )
+        errors.check(quantity, mine, theirs, tolerance, where=f"{name} after step {steps}")
 
 
 def differences(x: Whole, y: Whole) -> Iterator[float]:

@@ -15,8 +15,8 @@ You learn how a round survives a sick replica. (Cheng et al., arXiv:2412.07210)
 Unit by unit serves overlap: unit u is needed only where the next forward reaches it, so its
 exchange can run while earlier units compute. The core arranges that with hooks. Here
 ``round_then_step`` puts round and step into one program; the data dependencies say when each
-unit is needed, and the scheduler of the compiler is free to overlap. Same function, other time,
-same bits.
+unit is needed, and the compiler is free to overlap (and to fuse across the seam, so the last bit
+may differ; the rounds of single units, one after the other, equal the round of all bit for bit).
 
 Who communicates: as in `local_sgd`, per unit; one small message carries all the norms.
 """

@@ -71,6 +71,7 @@ def parse_json(data: bytes) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """The object, unless one key would hide another."""
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a key appears twice")
         return dict(pairs)

@@ -75,6 +75,7 @@ def save(
         written = together(lambda: _write_shards(temporary, shared, own, mesh_layout))
 
         def commit() -> None:
+            """Rank 0's part; the others only wait to hear how it went."""
             at_point("ckpt_after_shards")
             if mesh_layout.rank == 0:
                 _write_rest(temporary, written, state.scalars, step, mesh_layout, tokenizer)

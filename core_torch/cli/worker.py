@@ -4,6 +4,7 @@ A job is JSON: ``{"kind": ..., ...}``. Its kind picks a function from a table in
 name no code. The function takes the job and a ``Context`` and returns something for JSON.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -74,7 +75,8 @@ def main_of_rank(words: list[str], kinds: Mapping[str, JobFunction] | None = Non
     os.set_inheritable(int(pipe), False)
     emit = EventWriter(int(pipe))
     context = Context(int(rank), int(ranks), f"file://{store}", emit)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    folder = Path(job_path).parent
+    threading.Thread(target=_die_with_parent, args=[folder], daemon=True).start()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # launch asks for stacks before it gives up
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,10 +100,17 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def _die_with_parent() -> NoReturn:
-    """Waits for the end of standard input, which only the parent's end can bring."""
+def _die_with_parent(folder: Path) -> NoReturn:
+    """Waits for the end of standard input, which only the parent's end can bring.
+
+    Removes what ``launch`` made in its temporary folder, file by file, since it no longer can.
+    """
     while os.read(0, 1024):
         pass
+    with contextlib.suppress(OSError):  # the other ranks remove the same files
+        for path in (folder / "job.json", folder / "store", *folder.glob("rank-*.log")):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)

@@ -1,7 +1,7 @@
 """Tiny jobs for test_launch.py, and a parent process that can be killed.
 
 ``python -m core_torch.tests.rank_jobs _rank ...`` is what launch starts instead of the real
-command; ``python -m core_torch.tests.rank_jobs parent KIND`` launches two ranks itself.
+command; ``python -m core_torch.tests.rank_jobs parent KIND GRACE`` launches two ranks itself.
 """
 
 import os
@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from core_torch.cli import launch as launch_module
 from core_torch.cli.launch import launch
 from core_torch.cli.worker import Context, Job, main_of_rank
 from core_torch.errors import NonFinite, PeerLost, TwinshardError
@@ -25,9 +27,13 @@ def echo(job: Job, context: Context) -> object:
 
 def fail(job: Job, context: Context) -> None:
     """Rank 1 finds a NaN, after rank 0 has lost it as a peer."""
+    is_up = Path(str(context.init_method).removeprefix("file://"))  # nobody else uses the store
     if context.rank == 1:
+        is_up.touch()
         time.sleep(0.3)
         raise NonFinite("nan loss", where="step 3", likely="a large lr", next="--optim.lr 1e-4")
+    while not is_up.exists():
+        time.sleep(0.02)
     raise PeerLost("no answer from rank 1")
 
 
@@ -72,8 +78,9 @@ KINDS = {
 }
 
 
-def parent(kind: str) -> int:
+def parent(kind: str, grace_seconds: float) -> int:
     """Launches two ranks and writes the process ids that they report."""
+    launch_module.GRACE_SECONDS = grace_seconds
 
     def tell(event: dict[str, object]) -> None:
         sys.stdout.write(f"{event['pid']}\n")
@@ -90,4 +97,4 @@ def parent(kind: str) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "_rank":
         main_of_rank(sys.argv[2:], KINDS)
-    sys.exit(parent(sys.argv[2]))
+    sys.exit(parent(sys.argv[2], float(sys.argv[3])))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_torch.config import (
@@ -55,6 +55,7 @@ def test_what_is_written_is_read_back_exactly(tmp_path: Path, config: RunConfig)
     assert read(tmp_path, to_toml(config)) == config
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     run=st.text(st.characters(exclude_categories=["Cs"])),
     lr=st.floats(allow_nan=False),

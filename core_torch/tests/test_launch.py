@@ -49,10 +49,12 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "GRACE_SECONDS", 0.5)
 
 
-def start_parent(kind: str, reports: int) -> tuple[subprocess.Popen[str], list[int]]:
+def start_parent(
+    kind: str, reports: int, grace: float = 3.0
+) -> tuple[subprocess.Popen[str], list[int]]:
     """A process that launches two ranks, and the process ids that these reported."""
     parent = subprocess.Popen(
-        [sys.executable, "-m", MODULE, "parent", kind],
+        [sys.executable, "-m", MODULE, "parent", kind, str(grace)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -94,10 +96,8 @@ def test_a_fault_of_ours_shows_the_end_of_the_rank_s_log() -> None:
 
 def test_silence_beyond_the_deadline_ends_all_ranks_and_shows_where_they_hang() -> None:
     events: list[dict[str, Any]] = []
-    begin = time.monotonic()
-    with pytest.raises(PeerLost, match="no word from rank 0, 1 for 2 s") as caught:
-        launch({"kind": "sleep"}, 2, events.append, module=MODULE, silence_seconds=2.0)
-    assert time.monotonic() - begin < 10
+    with pytest.raises(PeerLost, match="no word from rank 0, 1 for 5 s") as caught:
+        launch({"kind": "sleep"}, 2, events.append, module=MODULE, silence_seconds=5.0)
     assert "in sleep" in caught.value.likely
     assert_all_end([event["pid"] for event in events], 0)
 
@@ -145,22 +145,26 @@ def test_a_signal_to_the_parent_ends_all_and_says_one_line(number: signal.Signal
 
 
 def test_a_second_signal_does_not_wait_for_ranks_that_ignore_the_first() -> None:
-    parent, pids = start_parent("stubborn", 4)
+    parent, pids = start_parent("stubborn", 4, grace=60.0)
     begin = time.monotonic()
     parent.send_signal(signal.SIGINT)
     time.sleep(0.3)
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=20)
     assert parent.returncode == 130
-    assert time.monotonic() - begin < 2.5  # without the second it takes a grace of 3 s
+    assert time.monotonic() - begin < 20
     assert_all_end(pids, 2)
 
 
-def test_ranks_end_by_themselves_when_the_parent_is_killed() -> None:
+def test_ranks_end_by_themselves_when_the_parent_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     parent, pids = start_parent("stubborn", 4)
     parent.kill()
     parent.communicate(timeout=20)
     assert_all_end(pids)
+    assert list(tmp_path.iterdir()) == []  # they also remove the folder that the parent made
 
 
 def test_every_typed_error_survives_the_way_to_the_parent() -> None:

@@ -20,6 +20,7 @@ def units(module: Llama) -> dict[str, list[str]]:
 def test_units_are_the_embedding_each_block_and_the_head_with_the_final_norm() -> None:
     found = units(model())
     assert list(found) == ["embedding", "layers.0", "layers.1", "head"]
+    assert plan_units(model())[-1].modules == ("norm", "output"), "in order of their use"
     assert found["embedding"] == ["tok_embeddings.weight"]
     assert found["head"] == ["norm.weight", "output.weight"]
     assert found["layers.1"] == [

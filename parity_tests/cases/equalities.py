@@ -7,7 +7,7 @@ exchanges replicas. Token ``UNSEEN`` never occurs, so a fault in its embedding r
 loss nor gradient: the replica looks healthy until a sync round.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ TINY = RunConfig(
 )
 
 Account = dict[str, Any]  # plain data; see account_of
-Changes = Mapping[str, Any]  # fields to replace, nested as the configuration is
+Changes = dict[str, Any]  # fields to replace, nested as the configuration is
 Fault = tuple[int, int, str, float]  # after this step, on this replica, parameter, value
 
 
@@ -89,8 +89,8 @@ def corpus_for(config: RunConfig, identities: Sequence[int]) -> Corpus:
     held_out = np.zeros(HELD_OUT * SEQUENCE + 1, np.uint16)
     for i in range(HELD_OUT):
         held_out[i * SEQUENCE :][:SEQUENCE] = sequence_of(99, i)
-    files = [TokenFile(Path("memory"), VOCABULARY, x) for x in (ids, held_out)]
-    return Corpus(*files, tokenizer=ByteTokenizer())
+    train_file, held_out_file = (TokenFile(Path(), VOCABULARY, x) for x in (ids, held_out))
+    return Corpus(train_file, held_out_file, ByteTokenizer())
 
 
 def sequence_of(identity: int, row: int) -> np.ndarray:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from core_torch.adamw import AdamW
 from core_torch.errors import ReplicasDiffer
-from core_torch.models import build_model
+from core_torch.models import build_model, token_loss
 from core_torch.shard.access import local_shard
-from core_torch.train import TrainState, inner_step, micro_batch, token_loss
+from core_torch.train import TrainState, inner_step, micro_batch
 from parity_tests.cases.equalities import (
     TINY,
     VOCABULARY,
@@ -94,16 +94,22 @@ def of_all_replicas(state: TrainState, p: Tensor) -> list[Tensor]:
     return everyone
 
 
-def gradients(changes: Changes, synchronous: bool) -> dict[str, Shard]:
-    """This rank's part of the first inner step's gradient, before clipping."""
-    state = begin(changes)
+def gradients(
+    changes: Changes, synchronous: bool, identities: Sequence[int] | None
+) -> dict[str, Shard]:
+    """This rank's part of the first inner step's gradient, before clipping.
+
+    With a single identity, draw q of all replicas together is its row q, on every mesh.
+    """
+    state = begin(changes, identities)
     assert state is not None
     state.sharded.mean_over_replicas = synchronous
     accumulate = state.config.train.accumulate
     for k in range(accumulate):
         inputs, targets = micro_batch(state, k)
         state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
-        (token_loss(state.model(inputs), targets) / accumulate).backward()
+        loss = token_loss(state.model(inputs), targets) / accumulate
+        torch.autograd.backward(loss)
     grads = {name: p.grad for name, p in state.model.named_parameters()}
     return shards_of({name: g for name, g in grads.items() if g is not None})
 
@@ -114,7 +120,7 @@ def gradient_alone(identities: Sequence[int], rows: int) -> dict[str, np.ndarray
     whole = np.stack([sequence_of(i, row) for i in identities for row in range(rows)])
     inputs = torch.from_numpy(whole.astype(np.int64))
     targets = torch.cat((inputs[:, 1:], torch.zeros_like(inputs[:, :1])), dim=1)
-    token_loss(model(inputs), targets).backward()
+    torch.autograd.backward(token_loss(model(inputs), targets))
     return {name: to_numpy(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -14,7 +14,7 @@ import jax
 DEVICES = 8
 # Level 0 leaves out contraction to fused multiply-add, so elementwise operations round as
 # torch's do, and compiles four times as fast.
-FLAGS = "--xla_backend_optimization_level=0"
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 SETTINGS = {
     "jax_platforms": "cpu",
     "jax_num_cpu_devices": DEVICES,

@@ -82,6 +82,22 @@ def test_shards_of_uneven_sizes_change_nothing(shards: int) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)
 
 
+def test_units_one_after_the_other_are_all_units_at_once_bit_for_bit() -> None:
+    anchor, mesh = draw(0), make_mesh(2, 2)
+    params_R = drifted(anchor, 2)
+    _, at_once, _ = edit_on(anchor, params_R, shards=2)
+    state, sync = toy(anchor, params_R, mesh, units=1)
+    for u, unit in enumerate(TOY_UNITS):
+        with jax.set_mesh(mesh):
+            state, after, _ = edit_round(state, sync, units=(unit,), penalty=PENALTY)
+        sync = after._replace(stats=sync.stats)
+        for of_unit, of_all in zip(after.stats, at_once.stats, strict=True):
+            np.testing.assert_array_equal(np.asarray(of_unit)[0], np.asarray(of_all)[u])
+    for name in anchor:
+        np.testing.assert_array_equal(sync.anchor[name], at_once.anchor[name])
+        np.testing.assert_array_equal(np.asarray(state.params[name])[0], at_once.anchor[name])
+
+
 def test_post_local_sgd_is_the_mean_and_diloco_is_nesterov_on_it() -> None:
     anchor, mesh = draw(0), make_mesh(2, 2)
     velocity = {k: np.zeros_like(a) for k, a in anchor.items()}
