@@ -281,7 +281,7 @@ class CheckpointConfig:
 class RunConfig:
     """A whole training run."""
 
-    run: str = "runs/default"  # folder of everything that the run writes
+    run: str = ""  # folder of everything that the run writes; empty: the next runs/METHOD-NNN
     model: ModelConfig = field(default_factory=ModelConfig)  # architecture
     data: DataConfig = field(default_factory=DataConfig)  # tokens
     mesh: MeshConfig = field(default_factory=MeshConfig)  # ranks
@@ -303,7 +303,7 @@ class RunConfig:
         return self.schedule.total_tokens or self.train.steps * self.tokens_per_step
 
     def validate(self) -> list[Problem]:
-        problems = [] if self.run else [Problem("run", "must name a folder")]
+        problems = []
         if self.data.sequence > self.model.context:
             message = f"{self.data.sequence} tokens exceed model.context {self.model.context}"
             problems.append(Problem("data.sequence", message))

@@ -14,4 +14,6 @@ myst_heading_anchors = 3
 # furo comes with the extra "docs"; alabaster comes with Sphinx.
 html_theme = "furo" if importlib.util.find_spec("furo") else "alabaster"
 html_title = "Twinshard"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
 html_show_sourcelink = False

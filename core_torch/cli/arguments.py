@@ -5,7 +5,7 @@ the same words as for TOML files, because a parser that stops at the first mista
 people correct their command word by word.
 
 Spellings: ``--a.b value``, ``--a.b=value``, ``--a.b-c`` for ``a.b_c``; for switches also
-``--a.b``, ``--a.no-b`` and ``--no-a.b``. The word after an option that does not start with
+``--a.b``, ``--a.no-b`` and ``--no-a.b``; the short forms of ``SHORT``. The word after an option that does not start with
 ``--`` is its value.
 """
 
@@ -15,6 +15,8 @@ from typing import Annotated, Any, NamedTuple
 
 from core_torch.config import Problem
 from core_torch.config_file import from_text, kinds, misfit, unknown
+
+SHORT = {"steps": "train.steps"}  # what everybody types
 
 
 class Scanned(NamedTuple):
@@ -60,6 +62,7 @@ def scan(args: Sequence[str], known: Mapping[str, Any]) -> Scanned:
 def _field(option: str, known: Mapping[str, Any]) -> tuple[str, bool]:
     """The dotted path that an option names, and whether it says no to a switch."""
     path = option.removeprefix("--").replace("-", "_")
+    path = SHORT.get(path, path)
     if path in known:
         return path, False
     section, dot, name = path.rpartition(".")

@@ -83,10 +83,10 @@ def run(options: DemoOptions, words: list[str]) -> int:
     return EXIT_OK
 
 
-def demo_config(method: str, out: Path, *, quick: bool) -> RunConfig:
+def demo_config(method: Any, out: Path, *, quick: bool) -> RunConfig:
     """The run of one method; all methods see the same number of tokens."""
     steps = 120 if quick else 400
-    every, warmup = (12, 12) if quick else (20, 20)
+    every, warmup = (16, 8) if quick else (20, 20)
     local = method != "synchronous"
     config = RunConfig(
         run=str(out / method),

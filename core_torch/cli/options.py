@@ -28,7 +28,7 @@ class DemoOptions:
     quick: bool = False  # fewer steps and a smaller model
     out: str = "runs/demo"  # folder for the runs and the report
     json: str = ""  # also write the results to this file
-    methods: str = ",".join(METHODS)  # which to compare, separated by commas
+    methods: str = "synchronous,diloco,edit"  # which to compare, separated by commas
 
     @property
     def chosen(self) -> list[str]:

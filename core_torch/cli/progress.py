@@ -60,6 +60,8 @@ class ProgressView:
             )
         elif event["event"] == "step":
             self._show(event)
+        elif event["event"] == "note":
+            self._console.print(event["text"], highlight=False, markup=False, soft_wrap=True)
 
     def _show(self, event: dict[str, Any]) -> None:
         step, steps, facts = event["step"], self._steps, self._facts(event)

@@ -1,11 +1,12 @@
 """Names inside a run's folder, and its last words: outcome.json."""
 
+import itertools
 import shlex
 import sys
 from pathlib import Path
 
 from core_torch.config import RunConfig
-from core_torch.config_file import from_toml
+from core_torch.config_file import from_toml, replace_at
 from core_torch.errors import EXIT_OK, ConfigError, DataError, TwinshardError
 from core_torch.report.records import metrics_path, write_json
 
@@ -28,6 +29,19 @@ def config_of(folder: Path) -> RunConfig:
             next=f"twinshard train --run {shlex.quote(str(folder))}",
         )
     return from_toml(folder / CONFIG)
+
+
+def named(config: RunConfig, *, under_torchrun: bool) -> RunConfig:
+    """``config`` with a folder: the one given, or a new one.
+
+    Ranks that torchrun starts choose by themselves, so theirs has a fixed name.
+    """
+    if config.run:
+        return config
+    if under_torchrun:
+        return replace_at(config, {"run": "runs/torchrun"})
+    names = (f"runs/{config.sync.method}-{n:03d}" for n in itertools.count(1))
+    return replace_at(config, {"run": next(name for name in names if not Path(name).exists())})
 
 
 def check_unused(config: RunConfig) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core_torch.checkpoint.commit import latest
 from core_torch.checkpoint.export import empty_model, export_model, load_model
 from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import save
@@ -40,20 +39,26 @@ class Session:
         config: of the run; ``config.run`` is the folder.
         mesh: joined; its ledger starts anew.
         corpus: prepared.
-        resume: go on from the newest commit if there is one.
+        resume_from: folder of a committed step to go on from; None starts anew.
         emit: takes events: "begin", then "step" after each inner step.
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, corpus: Corpus, *, resume: bool, emit: OnEvent
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        corpus: Corpus,
+        *,
+        resume_from: Path | None,
+        emit: OnEvent,
     ) -> None:
         self.config, self.mesh, self.corpus, self.emit = config, mesh, corpus, emit
         self.folder = Path(config.run)
         mesh.ledger.reset()
         self.state: TrainState = build(config, mesh, corpus)
         self.committed: int | None = None  # step of the newest commit
-        if resume and latest(self.folder) is not None:
-            restore(self.state, read(self.folder, layout=layout_of(mesh)))
+        if resume_from is not None:
+            restore(self.state, read(resume_from, layout=layout_of(mesh)))
             self.committed = self.state.step
 
     def run(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from core_torch.cli.events import OnEvent
 from core_torch.cli.launch import Interrupted, launch
 from core_torch.cli.options import TrainOptions
 from core_torch.cli.progress import ProgressView
-from core_torch.cli.run_folder import CONFIG, DATA, LOGS, check_unused, write_outcome
+from core_torch.cli.run_folder import CONFIG, DATA, LOGS, check_unused, named, write_outcome
 from core_torch.cli.worker import run_here, torchrun_place
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus, prepare
@@ -30,6 +30,12 @@ def run(options: tuple[TrainOptions, RunConfig], words: list[str]) -> int:
         TwinshardError: what went wrong and how to go on; also in outcome.json.
     """
     own, config = options
+    if own.resume == "auto" and not config.run:
+        raise ConfigError(
+            "--resume auto needs the run to go on with",
+            next="twinshard train RUN/config.toml --resume auto",
+        )
+    config = named(config, under_torchrun=torchrun_place() is not None)
     try:
         summary = train_run(config, resume=own.resume == "auto", force=own.force)
     except ConfigError:

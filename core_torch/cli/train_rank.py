@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from core_torch.checkpoint.load import newest_sound
 from core_torch.checkpoint.run_lock import run_lock
 from core_torch.cli.events import Event, OnEvent
 from core_torch.cli.run_folder import CONFIG
 from core_torch.cli.session import Session, write_samples
 from core_torch.cli.worker import Context, Job
+from core_torch.collectives import gather_json
 from core_torch.config import RunConfig
 from core_torch.config_file import from_values, to_toml
 from core_torch.data.corpus import open_corpus
@@ -41,11 +43,24 @@ def run_one(
     """One run from its start, or its newest commit, to its summary."""
     corpus = open_corpus(Path(entry["data"]))
     with held(config, mesh, force=entry["force"]):
-        session = Session(config, mesh, corpus, resume=entry["resume"], emit=emit)
+        start = newest_commit(config, mesh, emit) if entry["resume"] else None
+        session = Session(config, mesh, corpus, resume_from=start, emit=emit)
         summary = session.run()
         if mesh.is_lead and entry["prompt"] is not None:
             write_samples(config, corpus, entry["prompt"])
     return summary
+
+
+def newest_commit(config: RunConfig, mesh: Mesh, emit: OnEvent) -> Path | None:
+    """The newest sound commit of the run, found by the lead so that no rank takes another."""
+    answer: dict[str, Any] = {"path": None, "refused": []}
+    if mesh.is_lead:
+        path, refused = newest_sound(Path(config.run))
+        answer = {"path": path and str(path), "refused": [str(error) for error in refused]}
+    decided = gather_json(answer, device=mesh.device)[0]
+    for text in decided["refused"]:
+        emit({"event": "note", "text": f"passed over a damaged checkpoint: {text}"})
+    return Path(decided["path"]) if decided["path"] else None
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from core_torch.sync.sync_round import Finished, Measured
 
 
 def event() -> RoundEvent:
-    """Two units on three replicas: one has a NaN and a flag, the other rolls back."""
+    """Two units on three replicas: one has a NaN and two re-armed flags, the other rolls back."""
     yes, no = True, False
     verdict = Verdict(
         is_finite_R=torch.tensor([[yes, yes, no], [yes, yes, yes]]),
-        is_flagged_R=torch.tensor([[no, yes, no], [yes, yes, yes]]),
-        is_rearmed_R=torch.tensor([[no, yes, no], [no, no, no]]),
+        is_flagged_R=torch.tensor([[yes, yes, no], [yes, yes, yes]]),
+        is_rearmed_R=torch.tensor([[yes, yes, no], [no, no, no]]),
         is_anomaly_R=torch.tensor([[no, no, yes], [yes, yes, yes]]),
     )
     measured = Measured(
@@ -45,8 +45,8 @@ def test_every_field_of_a_line_has_a_place_for_each_unit_and_replica() -> None:
         "units": ["embedding", "head"],
         "norm": [[4.0, 5.0, 6.0]],
         "finite": [[True, True, False], [True, True, True]],
-        "flagged": [[False, True, False], [True, True, True]],
-        "rearmed": [[False, True, False], [False, False, False]],
+        "flagged": [[True, True, False], [True, True, True]],
+        "rearmed": [[True, True, False], [False, False, False]],
         "anomalous": [[False, False, True], [True, True, True]],
         "weight": [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]],
         "effective_replicas": [2.0, 0.0],

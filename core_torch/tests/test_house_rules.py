@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("core_torch", "reference_jax", "parity_tests")
 READING_ORDER = (
-    "errors config mesh collectives trace data models adamw schedules shard sync train "
+    "errors config collectives mesh trace data models adamw schedules shard sync train "
     "checkpoint report simulate bench cli"
 ).split()
 STANDARD_LIBRARY_ONLY = ("errors", "config", "config_file")

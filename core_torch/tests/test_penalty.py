@@ -297,6 +297,13 @@ def test_the_relative_temperature_is_a_multiple_of_the_median() -> None:
     )
 
 
+def test_the_relative_temperature_ignores_those_left_out() -> None:
+    three_R, out_R = norms(2.0, 4.0, 1e9), torch.tensor([False, False, True])
+    alone_R = mixing_weights(norms(2.0, 4.0), nobody(2), temperature=1.0, relative=True)
+    weight_R = mixing_weights(three_R, out_R, temperature=1.0, relative=True)
+    assert weight_R.tolist() == [*alone_R.tolist(), 0.0]
+
+
 def test_replicas_that_did_not_move_share_the_weight() -> None:
     weight_R = mixing_weights(norms(0.0, 0.0), nobody(2), temperature=1.0, relative=True)
     assert weight_R.tolist() == [0.5, 0.5]

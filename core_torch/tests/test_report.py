@@ -143,11 +143,16 @@ def make_run(
         parameters=PARAMETERS,
     )
     write_json(folder / "summary.json", summary)
-    texts = {"prompt": "HAMLET:", "before": samples[0], "after": samples[1]}
+    write_papers(folder, *samples)
+    return folder
+
+
+def write_papers(folder: Path, before: str, after: str) -> None:
+    """What a run leaves beside its records."""
+    texts = {"prompt": "HAMLET:", "before": before, "after": after}
     write_json(folder / "samples.json", texts)
     write_json(folder / "run.json", {"versions": {"twinshard": "0.1.0", "torch": "2.13.0"}})
     write_json(folder / "outcome.json", {"exit_code": 0, "state": "finished"})
-    return folder
 
 
 @pytest.fixture(scope="module")

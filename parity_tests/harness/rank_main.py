@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp  # noqa: F401  seconds, not to be spent within a case's deadline
 
 from parity_tests.harness import codec, mutants, rank_mesh
 from parity_tests.harness.messages import receive, send

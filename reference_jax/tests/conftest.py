@@ -11,7 +11,11 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 if "--xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_default_matmul_precision", "highest")
+SETTINGS = {
+    "jax_platforms": "cpu",
+    "jax_num_cpu_devices": 8,
+    "jax_enable_x64": True,
+    "jax_default_matmul_precision": "highest",
+}
+for name, value in SETTINGS.items():
+    jax.config.update(name, value)  # type: ignore[no-untyped-call]

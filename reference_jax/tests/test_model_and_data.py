@@ -29,7 +29,8 @@ def logits_by_hand(params: dict[str, np.ndarray], tokens: np.ndarray, c: LlamaCo
     """(T, V) logits of one sequence, position by position and head by head."""
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * params[name + ".weight"]
+        size = np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps)
+        return np.asarray(x / size * params[name + ".weight"])
 
     def turn(x: np.ndarray, position: int) -> np.ndarray:
         pairs = x[0::2] + 1j * x[1::2]
@@ -56,7 +57,7 @@ def logits_by_hand(params: dict[str, np.ndarray], tokens: np.ndarray, c: LlamaCo
         gate, up = (h @ w[f"feed_forward.{n}.weight"].T for n in ("w1", "w3"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["feed_forward.w2.weight"].T
     head_name = "tok_embeddings" if c.tied else "output"
-    return norm(x, "norm") @ params[head_name + ".weight"].T
+    return np.asarray(norm(x, "norm") @ params[head_name + ".weight"].T)
 
 
 @pytest.mark.parametrize("tied", [False, True])

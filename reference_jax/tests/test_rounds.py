@@ -1,5 +1,7 @@
 """Rounds do what loops over plain NumPy arrays do, on one device and on many."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -29,7 +31,10 @@ def edit_on(
     mesh = make_mesh(len(params_R["gain"]), shards)
     state, sync = toy(anchor, params_R, mesh, units=2)
     with jax.set_mesh(mesh):
-        return edit_round(state, sync, units=TOY_UNITS, penalty=penalty)
+        after: tuple[TrainState, SyncState, Round] = edit_round(
+            state, sync, units=TOY_UNITS, penalty=penalty
+        )
+    return after
 
 
 def drifted(anchor: Host, replicas: int, seed: int = 1) -> Host:
@@ -216,18 +221,12 @@ def test_the_penalty_of_the_golden_example() -> None:
         with jax.set_mesh(mesh):
             _, sync, done = edit_round(state, sync, units=units, penalty=Penalty(max_norm=phi))
         measured = done.measured
-        close = dict(rtol=0, atol=6e-9)
-        np.testing.assert_allclose(
-            np.asarray(measured.norm_UR)[0], [0.26457513, 0.26457513, 0.36400549], **close
-        )
-        np.testing.assert_allclose(
-            np.asarray(measured.weight_UR)[0], [0.34419226, 0.34419226, 0.31161549], **close
-        )
-        np.testing.assert_allclose(
-            done.combined["w"], [0.10325768, 0.12790387, 0.0623231, 0.01558077], **close
-        )
-        np.testing.assert_allclose(np.asarray(done.clip_U)[0], beta, **close)
-        np.testing.assert_allclose(sync.anchor["w"], expected, **close)
+        close = functools.partial(np.testing.assert_allclose, rtol=0, atol=6e-9)
+        close(np.asarray(measured.norm_UR)[0], [0.26457513, 0.26457513, 0.36400549])
+        close(np.asarray(measured.weight_UR)[0], [0.34419226, 0.34419226, 0.31161549])
+        close(done.combined["w"], [0.10325768, 0.12790387, 0.0623231, 0.01558077])
+        close(np.asarray(done.clip_U)[0], beta)
+        close(sync.anchor["w"], expected)
 
 
 def test_a_forced_round_leaves_the_statistics_alone() -> None:
