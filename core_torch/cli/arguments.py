@@ -5,8 +5,8 @@ the same words as for TOML files, because a parser that stops at the first mista
 people correct their command word by word.
 
 Spellings: ``--a.b value``, ``--a.b=value``, ``--a.b-c`` for ``a.b_c``; for switches also
-``--a.b``, ``--a.no-b`` and ``--no-a.b``; the short forms of ``SHORT``. The word after an option that does not start with
-``--`` is its value.
+``--a.b``, ``--a.no-b`` and ``--no-a.b``; the short forms of ``SHORT``. The word after an
+option that does not start with ``--`` is its value.
 """
 
 import dataclasses

@@ -51,7 +51,6 @@ def floats(config: Any, prefix: str = "") -> list[str]:
 
 # Each value is just beyond what works; the one beside it just works.
 BOUNDS: dict[str, list[tuple[Any, Any]]] = {
-    "run": [("", "r")],
     "model.vocabulary": [(-1, 0)],
     "model.dim": [(0, 16), (18, 24)],
     "model.layers": [(0, 1)],

@@ -176,7 +176,9 @@ def test_every_command_line_parses(
         if program == "twinshard":
             check_words(words)
         elif program == "torchrun":
-            check_words(words[words.index("core_torch") + 1 :])
+            ours = words.index("core_torch")
+            assert words[ours - 2 : ours] == ["-m", "--"], "torchrun would read our options"
+            check_words(words[ours + 1 :])
         elif program == "pytest":
             assert not [w for w in words if "/" in w and not (ROOT / w).exists()], line
         else:
