@@ -6,8 +6,9 @@ dataclasses) or built in Python. ``validate`` returns all problems of one config
 raises those of a whole run together.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, NamedTuple
+import math
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from core_torch.errors import ConfigError
 
@@ -20,17 +21,17 @@ class Problem(NamedTuple):
 
 
 def _at_least(low: float, config: Any, *names: str) -> list[Problem]:
-    """Problems of the named numeric fields below ``low``."""
+    """Problems of the named numeric fields that are below ``low``, infinite or NaN."""
     values = {name: getattr(config, name) for name in names}
-    return [
-        Problem(n, f"must be at least {low}, got {v}") for n, v in values.items() if not v >= low
-    ]
+    wrong = {name: v for name, v in values.items() if not low <= v < math.inf}
+    return [Problem(name, f"must be at least {low}, got {v}") for name, v in wrong.items()]
 
 
 def _above(low: float, config: Any, *names: str) -> list[Problem]:
-    """Problems of the named numeric fields that are not above ``low``."""
+    """Problems of the named numeric fields that are not above ``low``, or infinite or NaN."""
     values = {name: getattr(config, name) for name in names}
-    return [Problem(n, f"must be above {low}, got {v}") for n, v in values.items() if not v > low]
+    wrong = {name: v for name, v in values.items() if not low < v < math.inf}
+    return [Problem(name, f"must be above {low}, got {v}") for name, v in wrong.items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ class RopeScaling:
     def validate(self) -> list[Problem]:
         problems = _at_least(1, self, "factor", "original_context")
         problems += _above(0, self, "low_freq_factor")
-        if self.high_freq_factor <= self.low_freq_factor:
+        if not self.high_freq_factor > self.low_freq_factor:
             message = f"must exceed low_freq_factor {self.low_freq_factor}"
             problems.append(Problem("high_freq_factor", f"{message}, got {self.high_freq_factor}"))
         return problems
@@ -313,10 +314,13 @@ class RunConfig:
 def all_problems(config: Any, prefix: str = "") -> list[Problem]:
     """Problems of a config and of every config in it, with dotted paths."""
     problems = [Problem(prefix + p.path, p.message) for p in config.validate()]
-    for f in fields(config):
-        value = getattr(config, f.name)
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name)
         if is_dataclass(value):
-            problems += all_problems(value, f"{prefix}{f.name}.")
+            problems += all_problems(value, f"{prefix}{name}.")
+        elif get_origin(kind) is Literal and value not in get_args(kind):
+            message = f"must be one of {', '.join(get_args(kind))}, got {value!r}"
+            problems.append(Problem(prefix + name, message))
     return problems
 
 

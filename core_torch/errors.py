@@ -37,14 +37,6 @@ class TwinshardError(Exception):
             lines.append(f"  next:   {self.next}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments do not survive the default reduction; ranks send errors around.
-        return _rebuild, (type(self), self.what, self.where, self.likely, self.next)
-
-
-def _rebuild(kind: type[TwinshardError], what: str, where: str, likely: str, next: str) -> object:
-    return kind(what, where=where, likely=likely, next=next)
-
 
 class ConfigError(TwinshardError):
     """The configuration cannot work; lists every problem at once."""

@@ -75,11 +75,7 @@ class TrainState:
     optimizer: AdamW
     sync: LocalSGD | None  # None: synchronous training
     step: int = 0  # completed inner steps
-
-    @property
-    def tokens(self) -> int:
-        """Tokens seen by all replicas together."""
-        return self.step * self.config.tokens_per_step
+    tokens: int = 0  # seen by all replicas together
 
 
 def build(config: RunConfig, mesh: Mesh, corpus: Corpus) -> TrainState:
@@ -150,6 +146,7 @@ def train(state: TrainState) -> Iterator[StepRecord]:
         synchronous = state.sync is None or state.sync.is_synchronous
         loss, grad_norm = inner_step(state, synchronous=synchronous)
         state.step += 1
+        state.tokens += config.tokens_per_step
         check_step(state, loss, grad_norm, synchronous=synchronous)
         event = None if state.sync is None else state.sync.after_step()
         check_round(state, event)
@@ -232,17 +229,19 @@ def apply_gradients(state: TrainState, loss: Tensor) -> tuple[float, float]:
         for grad in grads:
             grad.mul_(factor)
     for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate_of(state.config, step=state.step + 1)
+        group["lr"] = learning_rate_of(
+            state.config, tokens=state.tokens + state.config.tokens_per_step
+        )
     state.optimizer.step()
     state.optimizer.zero_grad()
     return float(sums[0]) / mesh.shard.size, float(norm)
 
 
-def learning_rate_of(config: RunConfig, *, step: int) -> float:
-    """Learning rate of inner step ``step``, counted from 1."""
+def learning_rate_of(config: RunConfig, *, tokens: int) -> float:
+    """Learning rate of the inner step that ends at ``tokens`` tokens over all replicas."""
     schedule = config.schedule
     return learning_rate(
-        step * config.tokens_per_step,
+        tokens,
         peak=config.optim.lr,
         shape=schedule.shape,
         warmup_tokens=schedule.warmup_tokens,

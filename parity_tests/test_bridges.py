@@ -73,7 +73,7 @@ def on_devices(
     """``WHOLE`` on a (replicas, shards) mesh, rows padded, once more per replica if stacked."""
     mesh = jax.make_mesh((replicas, shards), ("replica", "shard"))
     axes = ("replica", "shard") if stacked else ("shard",)
-    spec = PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+    spec = PartitionSpec(*axes)
     padded = {k: jax_bridge.pad_rows(v, shards) for k, v in WHOLE.items()}
     for name, value in WHOLE.items():
         padded[name][len(value) :] = padding

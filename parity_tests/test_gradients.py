@@ -134,7 +134,7 @@ def traced(rank: Any, after: int, until: int | None) -> list[Any]:
     """Dispatches between two inner steps; up to the end of the run for None."""
     begin = rank["history"][after]["dispatches"]
     end = None if until is None else rank["history"][until]["dispatches"]
-    return rank["trace"][begin:end]  # type: ignore[no-any-return]
+    return rank["trace"][begin:end]
 
 
 # --- order of collectives ---

@@ -72,7 +72,7 @@ class Trajectory:
         """Norm statistics (U, R) after ``step`` inner steps; the same on all ranks."""
         everyone = [rank["history"][step]["stats"] for rank in self.ranks]
         assert all(same(x, everyone[0]) for x in everyone)
-        return everyone[0]  # type: ignore[no-any-return]
+        return everyone[0]
 
     def seen(self, key: str) -> np.ndarray:
         """(rounds, U, R) or (rounds, U) of one field of the events."""

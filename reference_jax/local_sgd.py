@@ -96,7 +96,7 @@ def take_anchor(params: Arrays, *, units: Units) -> SyncState:
     drop = jax.shard_map(
         lambda x_R: x_R[0], in_specs=PER_REPLICA, out_specs=AGREED, check_vma=False
     )
-    anchor = {k: drop(x) for k, x in params.items()}  # type: ignore[no-untyped-call]
+    anchor = {k: drop(x) for k, x in params.items()}
     like = next(iter(params.values()))
     stats = init_stats((len(units), like.shape[0]), dtype=like.dtype)
     stats = jax.tree.map(lambda x: reshard(x, EVERYWHERE), stats)

@@ -22,8 +22,16 @@ from core_torch.sync.state import take_anchor
 from core_torch.train import TrainState
 
 # What must not change between saving and resuming, because the numbers would mean something else.
-FIXED = ("sync.method", "sync.every", "sync.warmup", "train.dtype", "train.accumulate")
-FIXED += ("data.batch", "data.sequence", "data.seed")
+FIXED = (
+    "sync.method",
+    "sync.every",
+    "sync.warmup",
+    "train.dtype",
+    "train.accumulate",
+    "data.batch",
+    "data.sequence",
+    "data.seed",
+)
 
 
 def layout_of(mesh: Mesh) -> Layout:
@@ -68,7 +76,7 @@ def restore(state: TrainState, saved: SavedState) -> None:
                 likely="the option was changed since the run began",
                 next=f"--{path} {value}, or another --run for a new run",
             )
-    state.step = saved.scalars["step"]
+    state.step, state.tokens = saved.scalars["step"], saved.scalars["tokens"]
     ledger = state.mesh.ledger
     ledger.reset()
     ledger.bytes["replica", "before resume"] = saved.scalars["replica_bytes"]
@@ -130,5 +138,5 @@ def _shard(local: Tensor, param: Tensor, mesh: Mesh) -> Shard:
     if not is_sharded(param):
         return Shard(local, tuple(param.shape), 0)
     rows = rows_of_shard(param.shape[0], mesh.shard.size, mesh.shard.index)
-    assert rows.count == local.shape[0], "the rows of a shard are not those of torch.chunk"
+    assert rows.rows == local.shape[0], "the rows of a shard are not those of torch.chunk"
     return Shard(local, tuple(param.shape), rows.start)

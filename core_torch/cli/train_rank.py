@@ -45,6 +45,8 @@ def run_one(
     with held(config, mesh, force=entry["force"]):
         start = newest_commit(config, mesh, emit) if entry["resume"] else None
         session = Session(config, mesh, corpus, resume_from=start, emit=emit)
+        if mesh.is_lead:  # not before the checkpoint has accepted it
+            (Path(config.run) / CONFIG).write_text(to_toml(config), encoding="utf-8")
         summary = session.run()
         if mesh.is_lead and entry["prompt"] is not None:
             write_samples(config, corpus, entry["prompt"])
@@ -65,7 +67,7 @@ def newest_commit(config: RunConfig, mesh: Mesh, emit: OnEvent) -> Path | None:
 
 @contextmanager
 def held(config: RunConfig, mesh: Mesh, *, force: bool) -> Iterator[None]:
-    """The lead holds the run's folder against other processes and leaves the config there.
+    """The lead holds the run's folder against other processes.
 
     Raises:
         ConfigError: another process holds it.
@@ -73,9 +75,7 @@ def held(config: RunConfig, mesh: Mesh, *, force: bool) -> Iterator[None]:
     if not mesh.is_lead:
         yield
         return
-    folder = Path(config.run)
-    with run_lock(folder, force=force):
-        (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    with run_lock(Path(config.run), force=force):
         yield
 
 

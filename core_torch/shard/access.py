@@ -14,10 +14,10 @@ from core_torch.collectives import Axis, all_gather
 
 
 class Rows(NamedTuple):
-    """Rows ``[start, start + count)`` of dimension 0."""
+    """Rows ``[start, start + rows)`` of dimension 0."""
 
     start: int
-    count: int
+    rows: int
 
 
 def rows_of_shard(size: int, shards: int, index: int) -> Rows:
@@ -42,7 +42,7 @@ def gather_rows(local: Tensor, shape: torch.Size, axis: Axis, *, scope: str) -> 
     """The full tensor of ``shape`` from each rank's rows; an all-gather of padded chunks."""
     if axis.size == 1:
         return local.clone()
-    chunk = rows_of_shard(shape[0], axis.size, 0).count
+    chunk = rows_of_shard(shape[0], axis.size, 0).rows
     padded = local.new_zeros((chunk, *shape[1:]))
     padded[: local.shape[0]] = local
     return all_gather(padded, axis, scope=scope).flatten(0, 1)[: shape[0]]

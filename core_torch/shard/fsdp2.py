@@ -35,7 +35,6 @@ class Sharded:
         """
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_last or not self.mean_over_replicas)
-        self.module.set_is_last_backward(is_last)
 
 
 def shard_model(model: Llama, mesh: Mesh, *, compute_dtype: torch.dtype | None = None) -> Sharded:
@@ -58,8 +57,9 @@ def shard_model(model: Llama, mesh: Mesh, *, compute_dtype: torch.dtype | None =
         fully_shard(modules, mesh=shard_mesh, mp_policy=policy)
         lead = modules[0]
         assert isinstance(lead, FSDPModule)
-        lead.set_custom_all_gather(CountedAllGather(mesh.shard, unit.name))
-        lead.set_custom_reduce_scatter(CountedReduceScatter(mesh.shard, unit.name))
+        # The setters are public, the base classes that they are annotated with are not.
+        lead.set_custom_all_gather(CountedAllGather(mesh.shard, unit.name))  # type: ignore[arg-type]
+        lead.set_custom_reduce_scatter(CountedReduceScatter(mesh.shard, unit.name))  # type: ignore[arg-type]
         lead.set_all_reduce_hook(replica_mean(sharded, mesh.replica, unit.name))
     fully_shard(model, mesh=shard_mesh, mp_policy=policy)  # the root: no parameters of its own
     return sharded

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
-from core_torch.collectives import all_gather
+from core_torch.collectives import Pending, all_gather
 from core_torch.errors import ReplicasDiffer
 from core_torch.mesh import Mesh
 from core_torch.shard.access import local_shard
@@ -121,15 +121,16 @@ class LocalSGD:
         )
         me = self.axes.replica.index
 
-        def start(u: int) -> sync_round.Pending:
+        def start(u: int) -> Pending:
             weight = measured.weight_UR[u, me]
             return sync_round.start(self.units[u], state.units[u], weight, self.axes)
 
-        def finish(u: int, pending: sync_round.Pending) -> Finished:
+        def finish(u: int, pending: Pending) -> Finished:
             accept = measured.accept_U[u]
             done = sync_round.finish(
                 self.units[u], state.units[u], pending, accept, self.rules, self.axes
             )
+            state.units[u] = done.state  # at once, so that old and new never lie side by side
             self._heal(self.units[u], ~measured.verdict.is_finite_R[u, me])
             return done
 
@@ -139,7 +140,6 @@ class LocalSGD:
     def _conclude(
         self, state: SyncState, measured: Measured, finished: list[Finished], *, forced: bool
     ) -> RoundEvent:
-        state.units = [f.state for f in finished]
         if self.rules.excludes and self.rules.penalty is not None and not forced:
             alpha = self.rules.penalty.ema_alpha
             state.stats = update_stats(

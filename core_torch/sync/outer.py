@@ -1,7 +1,7 @@
 """Outer optimizers: from an anchor and a combined pseudo-gradient to the next anchor.
 
 Pure tensor math; elementwise, so a shard may be updated without its neighbours.
-Mirror: reference_jax/sync/outer.py. Equations (O1)..(O2) in docs/algorithms/diloco.md.
+Mirror: reference_jax/sync/outer.py. Equations (O1)..(O3) in docs/algorithms/diloco.md.
 """
 
 import torch

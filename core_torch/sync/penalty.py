@@ -159,7 +159,7 @@ def mixing_weights(
         (..., R) weights that sum to 1; exact zeros for anomalies. When every replica is
         an anomaly all weights are 0, and the caller must keep the anchor (a rollback).
     """
-    scale = temperature
+    scale = torch.full_like(norm_R, temperature)
     if relative:
         scale = temperature * median_over_replicas(norm_R, ~is_anomaly_R)
         scale = torch.where(scale > 0, scale, 1.0)

@@ -40,12 +40,18 @@ def take_anchor(units: list[SyncUnit], *, replicas: int) -> SyncState:
 
 
 def checksum(tensors: list[Tensor]) -> Tensor:
-    """() int64 fingerprint of the exact bits; a swap of two values changes it too."""
+    """() int64 fingerprint of the exact bits and their places.
+
+    Each word is scrambled with its place before the sum, because in a plain sum of products
+    the high bits, signs above all, cancel.
+    """
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for k, x in enumerate(tensors):
         word = torch.int64 if x.element_size() == 8 else torch.int32
         bits = x.contiguous().view(word).reshape(-1).to(torch.int64)
         place = torch.arange(bits.numel(), device=x.device) + (k << 32)
-        # Odd multipliers keep every bit of the word; sums wrap modulo 2^64.
-        total += (bits * (2 * place + 1) * 0x2545F4914F6CDD1D).sum()
+        mixed = (bits ^ (bits >> 32)) * 0x2545F4914F6CDD1D  # odd factors lose no bit
+        mixed = (mixed ^ (mixed >> 29)) + place * 0x1E3779B97F4A7C15
+        mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+        total += (mixed ^ (mixed >> 32)).sum()
     return total

@@ -33,7 +33,7 @@ UNUSUAL = RunConfig(
     run='runs/"ü" \\ \x7f\t\n😀 #',
     model=ModelConfig(tied=True, rope_scaling=RopeScaling(factor=8.0), norm_eps=1e-12),
     data=DataConfig(path="a = [b]"),
-    optim=OptimConfig(lr=1e20, eps=5e-324, max_norm=float("inf")),
+    optim=OptimConfig(lr=1e20, eps=5e-324, max_norm=0.1 + 0.2),
     sync=SyncConfig(
         method="edit", every="600s", outer=OuterConfig(lr=0.1), penalty=PenaltyConfig(clip=False)
     ),

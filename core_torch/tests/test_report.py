@@ -386,9 +386,8 @@ def test_hints_follow_from_the_numbers(tmp_path: Path) -> None:
 
 
 def test_numbers_read_well() -> None:
-    assert [human_bytes(n) for n in (0, 999, 1_234_567, 999_999, None)] == [
-        "0 B", "999 B", "1.23 MB", "1.00 MB", "–",
-    ]  # fmt: skip
+    texts = [human_bytes(n) for n in (0, 999, 1_234_567, 999_999, None)]
+    assert texts == ["0 B", "999 B", "1.23 MB", "1.00 MB", "–"]
     assert human_count(1_638_400) == "1.64 M"
     assert one_line("a\n b\x1b[2J" + "c" * 99, 10) == "a bcccccc…"
 

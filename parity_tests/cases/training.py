@@ -1,0 +1,154 @@
+"""What ranks do for the comparison with the reference: run a cell as shipped and tell all.
+
+Two of the core's functions are wrapped to copy what passes through them and is kept nowhere:
+gradients before clipping, and a round's input and combined pseudo-gradient. The wrapped ones
+are the shipped functions themselves, so a mutant acts in them as in any run.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core_torch import train as core_train
+from core_torch.collectives import Pending
+from core_torch.config import RunConfig
+from core_torch.data.corpus import Corpus
+from core_torch.data.token_file import TokenFile
+from core_torch.data.tokenizer import ByteTokenizer
+from core_torch.errors import TwinshardError
+from core_torch.models import token_loss
+from core_torch.sync import sync_round
+from core_torch.sync.state import UnitState
+from core_torch.sync.units import SyncUnit
+from core_torch.train import TrainState, micro_batch
+from parity_tests.cases.equalities import (
+    Account,
+    Changes,
+    Fault,
+    configured,
+    inject,
+    like,
+    snapshot,
+)
+from parity_tests.cases.part_mesh import mesh_over
+from parity_tests.harness.torch_bridge import load_parameters, shards_of, to_numpy
+
+Whole = dict[str, np.ndarray]
+
+
+def begin(changes: Changes, tokens: np.ndarray, params: Whole) -> TrainState | None:
+    """A run before its first step, with these weights; None on a rank outside the mesh."""
+    config: RunConfig = configured(RunConfig(), changes)
+    mesh = mesh_over(config.mesh.replicas, config.mesh.shards)
+    if mesh is None:
+        return None
+    mesh.ledger.trace = []
+    mesh.ledger.reset()
+    file = TokenFile(Path(), config.model.vocabulary, tokens)
+    state = core_train.build(config, mesh, Corpus(file, file, ByteTokenizer()))
+    load_parameters(state.model, params)
+    return state
+
+
+def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | None:
+    """Logits and loss of this rank's first micro-batch, and gradients of the first step.
+
+    Gradients twice: averaged over the shards, and over the replicas too.
+    """
+    state = begin(changes, tokens, params)
+    if state is None:
+        return None
+    told: Account = {}
+    for phase, synchronous in (("local", False), ("synchronous", True)):
+        accumulate = state.config.train.accumulate
+        state.sharded.mean_over_replicas = synchronous
+        for k in range(accumulate):
+            inputs, targets = micro_batch(state, k)
+            state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
+            logits = state.model(inputs)
+            loss = token_loss(logits, targets)
+            torch.autograd.backward(loss / accumulate)
+            if k == 0:
+                told |= {"logits": to_numpy(logits), "loss": to_numpy(loss)}
+        told[phase] = gradients_of(state)
+        state.optimizer.zero_grad()
+    return told
+
+
+def gradients_of(state: TrainState) -> dict[str, Any]:
+    """This rank's rows of every gradient."""
+    named = state.model.named_parameters()
+    return shards_of({name: p.grad for name, p in named if p.grad is not None})
+
+
+def run(
+    changes: Changes, tokens: np.ndarray, params: Whole, faults: Sequence[Fault] = ()
+) -> Account | None:
+    """Trains to the end, finishes, and tells of every step; None on a rank outside the mesh.
+
+    Returns:
+        ``states`` before the first step and after each (the last one after ``finish``);
+        ``grads`` of each step; ``inner``, the state right before each round, and ``combined``,
+        its pseudo-gradient; ``records`` and ``events``; the name of the ``error`` that ended
+        the run; the ``trace`` of collectives.
+    """
+    state = begin(changes, tokens, params)
+    if state is None:
+        return None
+    told: Account = {"records": [], "events": [], "states": [snapshot(state)], "error": None}
+    told |= {"grads": [], "inner": [], "combined": []}
+    with tapped(state, told):
+        try:
+            for record in core_train.train(state):
+                told["records"].append(record.as_line())
+                told["events"] += [] if record.round is None else [asdict(record.round)]
+                told["states"].append(snapshot(state))
+                for fault in faults:
+                    inject(state, *fault)
+            forced = core_train.finish(state)
+            if forced is not None:
+                told["events"].append(asdict(forced))
+                told["states"][-1] = snapshot(state)
+        except TwinshardError as error:
+            told["error"] = type(error).__name__
+    told["trace"] = [tuple(dispatch) for dispatch in state.mesh.ledger.trace or []]
+    return told
+
+
+@contextmanager
+def tapped(state: TrainState, told: Account) -> Iterator[None]:
+    """Copies gradients and pseudo-gradients into ``told`` as they pass."""
+    shipped_step, shipped_measure = core_train.apply_gradients, sync_round.measure_all
+    shipped_finish = sync_round.finish
+
+    def apply_gradients(of: TrainState, loss: Tensor) -> tuple[float, float]:
+        told["grads"].append(gradients_of(of))
+        return shipped_step(of, loss)
+
+    def measure_all(*args: Any) -> sync_round.Measured:
+        told["inner"].append(snapshot(state))
+        told["combined"].append({})
+        return shipped_measure(*args)
+
+    def finish(
+        unit: SyncUnit, held: UnitState, pending: Pending, *args: Any
+    ) -> sync_round.Finished:
+        total, shards = pending.wait(), told["inner"][-1]["theta"]
+        parts = total.clone().split([a.numel() for a in held.anchor])
+        for name, part, a in zip(unit.names, parts, held.anchor, strict=True):
+            told["combined"][-1][name] = like(shards[name], part.view(a.shape))
+        return shipped_finish(unit, held, Pending(total, None), *args)
+
+    with (
+        mock.patch.object(core_train, "apply_gradients", apply_gradients),
+        mock.patch.object(sync_round, "measure_all", measure_all),
+        mock.patch.object(sync_round, "finish", finish),
+    ):
+        yield

@@ -1,0 +1,152 @@
+"""Which runs the two cores are compared on: method x mesh x dtype x model, and their numbers.
+
+Needs neither torch nor JAX. A cell is one choice of the four; ``COVERING`` holds every pair of
+choices at least once in 16 cells, ``every_cell`` the full product. Cells that differ in shards
+only take the same draws per replica and step, so one trace of the reference serves them all.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Settings = tuple[tuple[str, Any], ...]  # a dictionary that can be hashed
+Fault = tuple[int, int, str, float]  # after this step, on this replica, parameter, value
+
+METHODS = ("synchronous", "post_local_sgd", "diloco", "edit")
+MESHES = ((1, 1), (1, 4), (2, 2), (4, 1))
+DTYPES = ("float64", "float32")
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": dict(vocabulary=61, dim=16, heads=2, kv_heads=2, hidden=32, rope_theta=1e4),
+    # Over 16 positions one rotary frequency is kept, one interpolated, two are divided.
+    "gqa": dict(
+        vocabulary=64,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        hidden=40,
+        rope_theta=100.0,
+        rope_scaling=dict(
+            factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32
+        ),
+    ),
+    # On 4 shards: wk and wv leave the last rank empty, everything else uneven.
+    "odd": dict(vocabulary=257, dim=18, heads=3, kv_heads=1, hidden=27),
+    "tied": dict(vocabulary=53, dim=16, heads=2, kv_heads=1, hidden=29, tied=True),
+}
+SEQUENCE, ROWS, DATA_SEED = 16, 4, 3  # rows: sequences per replica and micro-batch
+SEQUENCES = 150  # fewer than the draws of a run, so that epochs change
+OPTIM = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, max_norm=1.0)
+SCHEDULE = dict(shape="cosine", final_ratio=0.1, decay_share=0.2)
+# Thresholds so low that every part of the penalty acts within a few rounds.
+PENALTY: Settings = (
+    ("warmup_rounds", 2),
+    ("temperature", 0.05),
+    ("temperature_unit", "median"),
+    ("max_norm", 0.2),
+    ("ema_alpha", 0.5),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One comparison: what runs, on which mesh, in which numbers."""
+
+    method: str
+    replicas: int
+    shards: int
+    dtype: str
+    model: str
+    layers: int = 2
+    steps: int = 16
+    warmup: int = 2
+    every: int = 4
+    compute: str = "same"
+    penalty: Settings = PENALTY
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        mesh = f"{self.replicas}x{self.shards}"
+        return f"{self.method}-{mesh}-{self.dtype}-{self.model}"
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per inner step."""
+        return 2 if self.model == "gqa" else 1
+
+    @property
+    def width(self) -> int:
+        """Terms of the longest dot product: over the vocabulary, or over a step's tokens."""
+        tokens = self.replicas * self.accumulate * ROWS * SEQUENCE
+        return max(MODELS[self.model]["vocabulary"], MODELS[self.model]["hidden"], tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all replicas."""
+        return self.replicas * self.accumulate * ROWS * SEQUENCE
+
+
+def _dtype_of(replicas: int, model: str) -> str:
+    """Fixed by replicas and model, so that few programs are compiled."""
+    narrow = {(1, "tiny"), (1, "tied"), (2, "tiny"), (2, "gqa"), (4, "gqa"), (4, "odd")}
+    return "float32" if (replicas, model) in narrow else "float64"
+
+
+COVERING = [
+    Cell(
+        method=METHODS[(i + j) % 4],
+        replicas=mesh[0],
+        shards=mesh[1],
+        dtype=_dtype_of(mesh[0], model),
+        model=model,
+    )
+    for i, mesh in enumerate(MESHES)
+    for j, model in enumerate(MODELS)
+]
+
+
+def every_cell() -> list[Cell]:
+    """The full product."""
+    return [
+        Cell(method=method, replicas=mesh[0], shards=mesh[1], dtype=dtype, model=model)
+        for method, mesh, dtype, model in itertools.product(METHODS, MESHES, DTYPES, MODELS)
+    ]
+
+
+def core_changes(cell: Cell) -> dict[str, Any]:
+    """The cell as changes to the core's default configuration; plain data."""
+    is_edit, is_local = cell.method == "edit", cell.method != "synchronous"
+    sync: dict[str, Any] = {"method": cell.method, "every": cell.every}
+    sync["warmup"] = cell.warmup if is_local else 0
+    if is_edit:
+        sync["penalty"] = dict(cell.penalty)
+    train = {"steps": cell.steps, "dtype": cell.dtype, "compute": cell.compute}
+    return {
+        "model": MODELS[cell.model] | {"layers": cell.layers, "context": SEQUENCE},
+        "data": {"sequence": SEQUENCE, "batch": ROWS // cell.shards, "seed": DATA_SEED},
+        "mesh": {"replicas": cell.replicas, "shards": cell.shards},
+        "optim": dict(OPTIM),
+        "schedule": SCHEDULE | {"warmup_tokens": 3 * cell.tokens_per_step},
+        "sync": sync,
+        "train": train | {"accumulate": cell.accumulate},
+    }
+
+
+def tokens_of(cell: Cell) -> np.ndarray:
+    """Training tokens. The last id of the vocabulary never occurs.
+
+    So a value in its embedding's row reaches no loss and no gradient of an untied model.
+    """
+    unseen = MODELS[cell.model]["vocabulary"] - 1
+    draws = np.random.default_rng(11).geometric(0.06, SEQUENCES * SEQUENCE + 1)
+    return (draws % unseen).astype(np.uint16)
+
+
+def parameters_of(cell: Cell, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Initial weights for both cores. Gains are not 1, or a wrong norm could hide."""
+    params = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        noise = np.random.default_rng([5, i]).normal(size=shape)
+        params[name] = (0.2 * noise if len(shape) > 1 else 1 + 0.3 * noise).astype(cell.dtype)
+    return params

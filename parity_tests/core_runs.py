@@ -1,0 +1,85 @@
+"""The core's side of the comparison: what all ranks of a run told, and ways to look at it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from parity_tests import cells
+from parity_tests.cases import training
+from parity_tests.cells import Cell
+from parity_tests.harness.jax_bridge import assemble, stack
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.torch_bridge import Shard
+from parity_tests.reference_runs import initial
+from parity_tests.trajectories import same
+
+Host = dict[str, np.ndarray]
+Shards = dict[str, Shard]
+
+
+class CoreRun:
+    """A cell as the core ran it. All ranks must agree on the events."""
+
+    def __init__(self, cell: Cell, ranks: Sequence[Any]) -> None:
+        self.cell = cell
+        self.ranks = [rank for rank in ranks if rank is not None]
+        assert len(self.ranks) == cell.replicas * cell.shards
+        first = self.ranks[0]
+        self.error: str | None = first["error"]
+        self.events: list[dict[str, Any]] = first["events"]
+        for rank in self.ranks:
+            assert rank["error"] == self.error, "ranks end for different reasons"
+            assert same(rank["events"], self.events), "ranks tell of different rounds"
+        self.steps = len(first["states"]) - 1  # completed
+
+    @property
+    def leads(self) -> list[Any]:
+        """The first rank of each replica."""
+        return self.ranks[:: self.cell.shards]
+
+    def parts(self, kind: str, index: int, *keys: str) -> list[Shards]:
+        """Each rank's rows of something: ``parts("states", 3, "exp_avg")``."""
+        found = [rank[kind][index] for rank in self.ranks]
+        for key in keys:
+            found = [x[key] for x in found]
+        return found
+
+    def whole(self, kind: str, index: int, *keys: str) -> Host:
+        """The same as [R, ...] arrays."""
+        return stack(assemble(self.parts(kind, index, *keys), replicas=self.cell.replicas))
+
+    def agreed(self, index: int, key: str) -> Host:
+        """Anchor or velocity after step ``index``; all replicas must hold the same bits."""
+        whole_R = self.whole("states", index, key)
+        for name, x_R in whole_R.items():
+            assert all(x.tobytes() == x_R[0].tobytes() for x in x_R), f"{key} {name} differs"
+        return {name: x_R[0] for name, x_R in whole_R.items()}
+
+    def adam_steps(self, kind: str, index: int) -> Host:
+        """[R] steps that AdamW has counted for each parameter; equal on all shards."""
+        told = [rank[kind][index]["adam_step"] for rank in self.ranks]
+        count = self.cell.shards
+        assert all(x == told[i // count * count] for i, x in enumerate(told))
+        leads = told[::count]
+        return {k: np.array([x[k] for x in leads], self.cell.dtype) for k in leads[0]}
+
+    def stats(self, index: int) -> dict[str, np.ndarray] | None:
+        """Norm statistics after step ``index``; the same on all ranks."""
+        everyone = [rank["states"][index].get("stats") for rank in self.ranks]
+        assert all(same(x, everyone[0]) for x in everyone), "ranks hold different statistics"
+        return everyone[0]  # type: ignore[no-any-return]
+
+    def seen(self, key: str) -> np.ndarray:
+        """(rounds, U, R) or (rounds, U) of one field of the events."""
+        return np.array([event[key] for event in self.events])
+
+
+def arguments(cell: Cell) -> tuple[dict[str, Any], np.ndarray, Host]:
+    """What ranks need to begin the cell."""
+    return cells.core_changes(cell), cells.tokens_of(cell), initial(cell)
+
+
+def launch(pool: RankPool, cell: Cell) -> CoreRun:
+    """Runs the cell on the ranks."""
+    return CoreRun(cell, pool.run(training.run, *arguments(cell), list(cell.faults)))
