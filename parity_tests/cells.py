@@ -37,12 +37,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SEQUENCE, ROWS, DATA_SEED = 16, 4, 3  # rows: sequences per replica and micro-batch
 SEQUENCES = 150  # fewer than the draws of a run, so that epochs change
-OPTIM = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, max_norm=1.0)
+OPTIM = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, max_norm=1.0)
 SCHEDULE = dict(shape="cosine", final_ratio=0.1, decay_share=0.2)
 # Thresholds so low that every part of the penalty acts within a few rounds.
 PENALTY: Settings = (
     ("warmup_rounds", 2),
-    ("temperature", 0.05),
+    ("temperature", 0.1),
     ("temperature_unit", "median"),
     ("max_norm", 0.2),
     ("ema_alpha", 0.5),

@@ -3,21 +3,22 @@
 Pytest's tests call them, and so do the mutant tests, which expect them to fail.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from parity_tests import cells
 from parity_tests.cases import training
 from parity_tests.cells import Cell
-from parity_tests.compare import Comparer
+from parity_tests.compare import Comparer, norm
 from parity_tests.core_runs import CoreRun, arguments, launch
 from parity_tests.harness import tolerances
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.tolerances import EXACT, OPTIMIZER, STATE, Tolerance
 from parity_tests.harness.ulps import ErrorTable
-from parity_tests.reference_runs import Locked, batch, inject, initial, logits_of, model_of, trace
+from parity_tests.reference_runs import Locked, batch, initial, logits_of, model_of, trace
 from reference_jax.train import Host, Record
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,30 +81,163 @@ def check_locked(errors: ErrorTable, run: CoreRun) -> None:
 def locked_step(compare: Comparer, run: CoreRun, reference: Locked, t: int) -> None:
     """Gradient, then clip and AdamW of inner step ``t``."""
     cell, where = run.cell, f"step {t}"
-    theta_R = run.whole("states", t - 1, "theta")
-    inject(theta_R, cell.faults, t - 1)
     synchronous = cell.method == "synchronous" or t <= cell.warmup
+    theta_R = run.whole("begun", t - 1)
     loss_R, grads = reference.gradients(theta_R, t, synchronous=synchronous)
-    records = [rank["records"][t - 1] for rank in run.leads]
-    mine = np.array([record["loss"] for record in records], cell.dtype)
-    compare.check("loss", mine, loss_R, model_tolerance(cell), where=where)
-    core_grads = run.parts("grads", t - 1)
-    compare.shards("gradient", core_grads, grads, model_tolerance(cell), where=where)
+    compare.check("loss", run.recorded(t, "loss"), loss_R, model_tolerance(cell), where=where)
+    parts = run.parts("grads", t - 1)
+    compare.shards("gradient", parts, grads, model_tolerance(cell), where=where)
 
     moments = [run.whole("states", t - 1, key) for key in MOMENTS]
     state = reference.state(theta_R, *moments, run.adam_steps("states", t - 1))
-    new, norm_R = reference.update(state, run.whole("grads", t - 1), records[0]["lr"])
-    mine = np.array([record["grad_norm"] for record in records], cell.dtype)
-    compare.check("gradient norm", mine, norm_R, STATE, where=where)
-    kind, index = after_inner_step(run, t)
-    before = run.parts("states", t - 1, "theta")
-    for part, whole in zip(before, split_like(run, theta_R), strict=True):
-        part.update(whole)
+    lr = float(run.leads[0]["records"][t - 1]["lr"])
+    new, norm_R = reference.update(state, run.whole("grads", t - 1), lr)
+    compare.check("gradient norm", run.recorded(t, "grad_norm"), norm_R, STATE, where=where)
+    at = run.after_inner_step(t)
     allowed = partial(tolerances.of_update, OPTIMIZER)
-    theta = run.parts(kind, index, "theta")
-    compare.shards("AdamW update", theta, new.params, allowed, where=where, since=before)
+    begun = run.parts("begun", t - 1)
+    theta = run.parts(*at, "theta")
+    compare.shards("AdamW update", theta, new.params, allowed, where=where, since=begun)
     for key in MOMENTS:
-        parts = run.parts(kind, index, key)
+        parts = run.parts(*at, key)
         compare.shards(f"AdamW {key}", parts, getattr(new, key), OPTIMIZER, where=where)
-    for name, steps_R in run.adam_steps(kind, index).items():
-        np.testing.assert_array_equal(steps_R, new.step[name], err_msg=f"{name} {where}")
+    for name, steps_R in run.adam_steps(*at).items():
+        np.testing.assert_array_equal(steps_R, np.array(new.step[name]), err_msg=f"{name} {where}")
+
+
+def locked_round(compare: Comparer, run: CoreRun, reference: Locked, k: int) -> None:
+    """Round ``k``, counted from 0, from the core's state right before it."""
+    event = run.events[k]
+    t, where = event["step"], f"round {k + 1} after step {event['step']}"
+    inner = [run.whole("inner", k, key) for key in ("theta", *MOMENTS)]
+    state = reference.state(*inner, run.adam_steps("inner", k))
+    held = [run.agreed("inner", k, key) for key in ("anchor", "velocity")]
+    before = run.stats("inner", k)
+    sync = reference.sync(*held, before)
+    state, sync, told, combined = reference.round(state, sync, forced=event["forced"])
+    compare.events(event, told, STATE, where=where)
+    combined_parts = run.parts("combined", k)
+    compare.shards("combined", combined_parts, combined, STATE, where=where, stacked=False)
+    anchors, start = run.parts("states", t, "anchor"), run.parts("inner", k, "anchor")
+    compare.shards(
+        "anchor update",
+        anchors,
+        sync.anchor,
+        partial(tolerances.of_update, STATE),
+        where=where,
+        stacked=False,
+        since=start,
+    )
+    velocities = run.parts("states", t, "velocity")
+    compare.shards("velocity", velocities, sync.velocity, STATE, where=where, stacked=False)
+    after = run.stats("states", t)
+    compare.statistics(after, sync.stats._asdict(), STATE, where=where)
+    for key in MOMENTS:
+        parts = run.parts("states", t, key)
+        compare.shards("healed moments", parts, getattr(state, key), EXACT, where=where)
+    assert_same(run.adam_steps("states", t), state.step, f"steps of AdamW, {where}")
+    assert_on_anchor(run, t)
+
+
+def assert_same(core: Host, reference: Mapping[str, Any], where: str) -> None:
+    """Equal numbers under equal names."""
+    assert core.keys() == reference.keys(), where
+    for name, x in core.items():
+        np.testing.assert_array_equal(x, np.array(reference[name]), err_msg=f"{name}, {where}")
+
+
+def assert_on_anchor(run: CoreRun, t: int) -> None:
+    """After a round, and when the anchor is taken, every replica holds it to the last bit."""
+    anchor, theta_R = run.agreed("states", t, "anchor"), run.whole("states", t, "theta")
+    for name, x_R in theta_R.items():
+        assert all(x.tobytes() == anchor[name].tobytes() for x in x_R), f"{name}, step {t}"
+
+
+def check_free(errors: ErrorTable, run: CoreRun) -> None:
+    """The core's whole trajectory against that of the reference, which knew nothing of it."""
+    cell, reference = run.cell, trace(run.cell)
+    compare = Comparer(errors, cell, "free")
+    assert run.error == reference.error, f"{run.error}, {reference.error}, {cell}"
+    assert run.steps == len(reference.records), f"{run.steps} steps, {cell}"
+    assert [e["step"] for e in run.events] == [r.step for r in reference.records if r.event]
+    for record in reference.records:
+        free_step(compare, run, record)
+
+
+def free_tolerance(cell: Cell, t: int) -> Callable[[float, float], Tolerance]:
+    """For updates since the start, ``t`` steps ago."""
+
+    def allowed(params: float, update: float) -> Tolerance:
+        return tolerances.free_running(
+            cell.dtype,
+            steps=t,
+            layers=cell.layers,
+            width=cell.width,
+            params=params,
+            update=update or 1.0,
+        )
+
+    return allowed
+
+
+def free_step(compare: Comparer, run: CoreRun, record: Record) -> None:
+    """Everything that both cores hold after one inner step, and the round behind it."""
+    cell, t = run.cell, record.step
+    where, allowed = f"step {t}", free_tolerance(cell, t)
+    for lead in run.leads:
+        line = lead["records"][t - 1]
+        assert (line["step"], line["tokens"], line["lr"]) == (t, record.tokens, record.lr), where
+    start = run.parts("states", 0, "theta")
+    update = typical_update(run, t)
+    scalar = allowed(*update)
+    compare.check("loss", run.recorded(t, "loss"), record.loss_R, scalar, where=where)
+    norms = run.recorded(t, "grad_norm")
+    compare.check("gradient norm", norms, record.grad_norm_R, scalar, where=where)
+    compare.shards("gradient", run.parts("grads", t - 1), record.grads, scalar, where=where)
+    at = run.after_inner_step(t)
+    theta = run.parts(*at, "theta")
+    compare.shards("update", theta, record.inner_params, allowed, where=where, since=start)
+    theta = run.parts("states", t, "theta")
+    compare.shards("update", theta, record.params, allowed, where=where, since=start)
+    for key in MOMENTS:
+        parts = run.parts("states", t, key)
+        compare.shards(f"AdamW {key}", parts, getattr(record, key), scalar, where=where)
+    assert_same(run.adam_steps("states", t), record.counts, f"steps of AdamW, {where}")
+    if record.anchor is not None:
+        free_outer(compare, run, record, scalar)
+    else:
+        assert "anchor" not in run.leads[0]["states"][t], f"anchor too early, {where}"
+
+
+def free_outer(compare: Comparer, run: CoreRun, record: Record, scalar: Tolerance) -> None:
+    """Anchor, velocity, statistics and the event of a step."""
+    t, where = record.step, f"step {record.step}"
+    assert record.velocity is not None and record.stats is not None
+    compare.shards(
+        "anchor update",
+        run.parts("states", t, "anchor"),
+        record.anchor,
+        free_tolerance(run.cell, t),
+        where=where,
+        stacked=False,
+        since=run.parts("states", 0, "theta"),
+    )
+    velocities = run.parts("states", t, "velocity")
+    compare.shards("velocity", velocities, record.velocity, scalar, where=where, stacked=False)
+    compare.statistics(run.stats("states", t), record.stats, scalar, where=where)
+    if record.event is None or record.combined is None:
+        return
+    k = record.event["round"] - 1
+    event = run.events[k]
+    for key in ("round", "step", "forced"):
+        assert event[key] == record.event[key], f"{key}, {where}"
+    compare.events(event, record.event, scalar, where=where)
+    parts = run.parts("combined", k)
+    compare.shards("combined", parts, record.combined, scalar, where=where, stacked=False)
+
+
+def typical_update(run: CoreRun, t: int) -> tuple[float, float]:
+    """Norms of all parameters at the start, and of what the anchor or a replica moved by then."""
+    begin, now = run.whole("states", 0, "theta"), run.whole("states", t, "theta")
+    moved = np.concatenate([(now[k] - begin[k]).ravel() for k in begin])
+    return norm(np.concatenate([x.ravel() for x in begin.values()])), norm(moved)

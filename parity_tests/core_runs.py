@@ -49,9 +49,18 @@ class CoreRun:
         """The same as [R, ...] arrays."""
         return stack(assemble(self.parts(kind, index, *keys), replicas=self.cell.replicas))
 
-    def agreed(self, index: int, key: str) -> Host:
-        """Anchor or velocity after step ``index``; all replicas must hold the same bits."""
-        whole_R = self.whole("states", index, key)
+    def recorded(self, t: int, key: str) -> np.ndarray:
+        """[R] of one field of the records of step ``t``."""
+        return np.array([x["records"][t - 1][key] for x in self.leads], self.cell.dtype)
+
+    def after_inner_step(self, t: int) -> tuple[str, int]:
+        """Where the state between inner step ``t`` and the round behind it is, if any."""
+        rounds = [k for k, event in enumerate(self.events) if event["step"] == t]
+        return ("inner", rounds[0]) if rounds else ("states", t)
+
+    def agreed(self, kind: str, index: int, key: str) -> Host:
+        """Anchor or velocity; all replicas must hold the same bits."""
+        whole_R = self.whole(kind, index, key)
         for name, x_R in whole_R.items():
             assert all(x.tobytes() == x_R[0].tobytes() for x in x_R), f"{key} {name} differs"
         return {name: x_R[0] for name, x_R in whole_R.items()}
@@ -64,9 +73,9 @@ class CoreRun:
         leads = told[::count]
         return {k: np.array([x[k] for x in leads], self.cell.dtype) for k in leads[0]}
 
-    def stats(self, index: int) -> dict[str, np.ndarray] | None:
-        """Norm statistics after step ``index``; the same on all ranks."""
-        everyone = [rank["states"][index].get("stats") for rank in self.ranks]
+    def stats(self, kind: str, index: int) -> dict[str, np.ndarray]:
+        """Norm statistics; the same on all ranks."""
+        everyone = [rank[kind][index]["stats"] for rank in self.ranks]
         assert all(same(x, everyone[0]) for x in everyone), "ranks hold different statistics"
         return everyone[0]  # type: ignore[no-any-return]
 

@@ -95,7 +95,7 @@ def run(
 
     Returns:
         ``states`` before the first step and after each (the last one after ``finish``);
-        ``grads`` of each step; ``inner``, the state right before each round, and ``combined``,
+        ``begun``, the parameters that each step began with; ``grads`` of each step; ``inner``, the state right before each round, and ``combined``,
         its pseudo-gradient; ``records`` and ``events``; the name of the ``error`` that ended
         the run; the ``trace`` of collectives.
     """
@@ -103,7 +103,7 @@ def run(
     if state is None:
         return None
     told: Account = {"records": [], "events": [], "states": [snapshot(state)], "error": None}
-    told |= {"grads": [], "inner": [], "combined": []}
+    told |= {"begun": [parameters_of(state)], "grads": [], "inner": [], "combined": []}
     with tapped(state, told):
         try:
             for record in core_train.train(state):
@@ -112,6 +112,7 @@ def run(
                 told["states"].append(snapshot(state))
                 for fault in faults:
                     inject(state, *fault)
+                told["begun"].append(parameters_of(state))
             forced = core_train.finish(state)
             if forced is not None:
                 told["events"].append(asdict(forced))
@@ -120,6 +121,11 @@ def run(
             told["error"] = type(error).__name__
     told["trace"] = [tuple(dispatch) for dispatch in state.mesh.ledger.trace or []]
     return told
+
+
+def parameters_of(state: TrainState) -> dict[str, Any]:
+    """This rank's rows of every parameter."""
+    return shards_of(state.model.named_parameters())
 
 
 @contextmanager

@@ -52,6 +52,17 @@ OPTIMIZER = Tolerance(OPTIMIZER_ULPS, "16: a dozen elementwise roundings")
 STATE = Tolerance(STATE_ULPS, "25: one round from equal inputs")
 
 
+def of_update(base: Tolerance, params: float, update: float) -> Tolerance:
+    """For an update, which is what is left when parameters of these norms are subtracted.
+
+    Both cores round the new parameters once more, which is ``params / update`` times as much
+    in ulps of the update.
+    """
+    if update == 0:
+        return base
+    return Tolerance(base.value + params / update, f"{base.reason}, + |params| / |update|")
+
+
 def model(dtype: str, *, layers: int, width: int) -> Tolerance:
     """For losses, logits and gradients of one forward and backward from equal inputs.
 

@@ -1,0 +1,68 @@
+"""Stop anywhere, build everything anew, go on: bit for bit the run that never stopped (E9)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity_tests.cases import resume
+from parity_tests.harness.pool import RankPool
+from parity_tests.trajectories import PENALTY, Trajectory, launch, same
+
+STEPS = 9
+EDIT: dict[str, Any] = {"method": "edit", "every": 3, "warmup": 2, "penalty": PENALTY}
+DILOCO: dict[str, Any] = {"method": "diloco", "every": 3, "warmup": 2}
+POST: dict[str, Any] = {"method": "post_local_sgd", "every": 3, "warmup": 0}
+SYNCHRONOUS: dict[str, Any] = {"method": "synchronous", "warmup": 0}
+TENSORS = ("theta", "exp_avg", "exp_avg_sq", "anchor", "velocity")
+
+
+def changes_of(sync: dict[str, Any], *, replicas: int = 2, shards: int = 2) -> dict[str, Any]:
+    """A run of ``STEPS`` steps whose learning rate depends on the tokens seen."""
+    return {
+        "sync": sync,
+        "mesh": {"replicas": replicas, "shards": shards},
+        "schedule": {"shape": "cosine"},
+        "train": {"steps": STEPS, "accumulate": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("sync", "stop"),
+    [
+        (EDIT, 1),  # in the warm-up
+        (EDIT, 2),  # as the replicas part
+        (EDIT, 4),  # between two rounds
+        (EDIT, 8),  # right after a round
+        (DILOCO, 6),
+        (POST, 0),  # before the first step
+        (SYNCHRONOUS, 5),
+    ],
+    ids=lambda value: value["method"] if isinstance(value, dict) else str(value),
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    pool: RankPool, tmp_path: Path, sync: dict[str, Any], stop: int
+) -> None:
+    changes = changes_of(sync)
+    whole = launch(pool, 2, 2, changes)
+    again = Trajectory(pool.run(resume.interrupted, changes, str(tmp_path), stop), replicas=2)
+    assert again.steps == STEPS - stop
+    for before, after in zip(whole.ranks, again.ranks, strict=True):
+        for kept, found in zip(before["history"][stop:], after["history"], strict=True):
+            assert all(same(kept.get(key), found.get(key)) for key in (*TENSORS, "adam_step"))
+            assert same(kept.get("stats"), found.get("stats"))
+        for kept, found in zip(before["records"][stop:], after["records"], strict=True):
+            for key in ("step", "tokens", "loss", "grad_norm", "lr"):
+                assert kept[key] == found[key], key
+    assert repr([e for e in whole.events if e["step"] > stop]) == repr(again.events)
+
+
+def test_another_number_of_shards_holds_the_same_tensors(pool: RankPool, tmp_path: Path) -> None:
+    saved = pool.run(resume.commit_only, changes_of(EDIT), str(tmp_path), 7)
+    smaller = changes_of(EDIT, shards=1)
+    loaded = pool.run(resume.load_only, smaller, str(tmp_path))
+    before, after = Trajectory(saved, replicas=2), Trajectory(loaded, replicas=2)
+    for key in TENSORS:
+        for replica in (0, 1):
+            assert same(before.whole(key, 0, replica), after.whole(key, 0, replica)), key
+    assert same(before.stats(0), after.stats(0))
