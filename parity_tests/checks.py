@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from parity_tests import cells
@@ -17,7 +18,7 @@ from parity_tests.core_runs import CoreRun, arguments, launch
 from parity_tests.harness import tolerances
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.tolerances import EXACT, OPTIMIZER, STATE, Tolerance
-from parity_tests.harness.ulps import ErrorTable
+from parity_tests.harness.ulps import ErrorTable, ulps
 from parity_tests.reference_runs import Locked, batch, initial, logits_of, model_of, trace
 from reference_jax.train import Host, Record
 
@@ -26,26 +27,44 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def model_tolerance(cell: Cell) -> Tolerance:
     """For logits, losses and gradients from equal parameters."""
-    return tolerances.model(cell.dtype, layers=cell.layers, width=cell.width)
+    computed = cell.dtype if cell.compute == "same" else cell.compute
+    return tolerances.model(computed, layers=cell.layers, width=cell.width)
 
 
 def check_forward(pool: RankPool, errors: ErrorTable, cell: Cell) -> None:
     """Logits, loss and every gradient of a first step, averaged over shards and over all."""
     told = [x for x in pool.run(training.forward, *arguments(cell)) if x is not None]
     compare, allowed = Comparer(errors, cell, "first step"), model_tolerance(cell)
-    inputs, _ = batch(cell, 0, cell.shards)
-    flat = inputs.reshape(-1, cells.SEQUENCE)
-    logits = np.array(logits_of(initial(cell), flat, config=model_of(cell)))
-    mine = np.concatenate([x["logits"] for x in told])
-    compare.check("logits", mine, logits, allowed, where="all ranks")
+    check_logits(compare, np.concatenate([x["logits"] for x in told]))
     params_R = {k: np.stack([v] * cell.replicas) for k, v in initial(cell).items()}
     locked = Locked(cell, shards_of_reference(cell))
     for phase in ("local", "synchronous"):
         loss_R, grads = locked.gradients(params_R, 1, synchronous=phase == "synchronous")
-        if cell.accumulate == 1:
-            losses = np.array([x["loss"] for x in told]).reshape(cell.replicas, -1)
-            compare.check("loss", losses.mean(axis=1), loss_R, allowed, where="first step")
-        compare.shards("gradient", [x[phase] for x in told], grads, allowed, where=phase)
+        losses = np.array([x["loss"] for x in told]).reshape(cell.replicas, -1)
+        mean_R = losses.mean(axis=1, dtype=cell.dtype)
+        compare.check("loss", mean_R, loss_R, allowed, where=phase)
+        parts = [x[phase] for x in told]
+        compare.shards("gradient", parts, grads, allowed, where=phase)
+
+
+def check_logits(compare: Comparer, mine: np.ndarray) -> None:
+    """Logits [ranks x B, T, V] of the first micro-batch.
+
+    In float32 also against the same weights in float64: neither core may be much further off.
+    """
+    cell, model = compare.cell, model_of(compare.cell)
+    tokens = batch(cell, 0, cell.shards)[0].reshape(-1, cells.SEQUENCE)
+    params = initial(cell)
+    computed = cell.dtype if cell.compute == "same" else cell.compute
+    narrow = {k: jnp.asarray(v, computed) for k, v in params.items()}
+    theirs = np.array(logits_of(narrow, tokens, config=model))
+    compare.check("logits", mine, theirs, model_tolerance(cell), where="all ranks")
+    if computed == "float32":
+        wide = {k: v.astype(np.float64) for k, v in params.items()}
+        truth = np.array(logits_of(wide, tokens, config=model))
+        core, reference = (ulps(x, truth, dtype="float32") for x in (mine, theirs))
+        assert tolerances.as_accurate(core, reference), f"{core} u, reference {reference} u"
+        assert tolerances.as_accurate(reference, core), f"{core} u, reference {reference} u"
 
 
 def shards_of_reference(cell: Cell) -> int:
@@ -97,7 +116,9 @@ def locked_step(compare: Comparer, run: CoreRun, reference: Locked, t: int) -> N
     allowed = partial(tolerances.of_update, OPTIMIZER)
     begun = run.parts("begun", t - 1)
     theta = run.parts(*at, "theta")
-    compare.shards("AdamW update", theta, new.params, allowed, where=where, since=begun)
+    compare.shards(
+        "AdamW update", theta, new.params, allowed, where=where, since=begun, is_update=True
+    )
     for key in MOMENTS:
         parts = run.parts(*at, key)
         compare.shards(f"AdamW {key}", parts, getattr(new, key), OPTIMIZER, where=where)
@@ -116,17 +137,17 @@ def locked_round(compare: Comparer, run: CoreRun, reference: Locked, k: int) -> 
     sync = reference.sync(*held, before)
     state, sync, told, combined = reference.round(state, sync, forced=event["forced"])
     compare.events(event, told, STATE, where=where)
-    combined_parts = run.parts("combined", k)
-    compare.shards("combined", combined_parts, combined, STATE, where=where, stacked=False)
-    anchors, start = run.parts("states", t, "anchor"), run.parts("inner", k, "anchor")
+    parts = run.parts("combined", k)
+    compare.shards("combined", parts, combined, STATE, where=where, stacked=False)
     compare.shards(
         "anchor update",
-        anchors,
+        run.parts("states", t, "anchor"),
         sync.anchor,
         partial(tolerances.of_update, STATE),
         where=where,
         stacked=False,
-        since=start,
+        since=run.parts("inner", k, "anchor"),
+        is_update=True,
     )
     velocities = run.parts("states", t, "velocity")
     compare.shards("velocity", velocities, sync.velocity, STATE, where=where, stacked=False)
@@ -187,18 +208,17 @@ def free_step(compare: Comparer, run: CoreRun, record: Record) -> None:
     for lead in run.leads:
         line = lead["records"][t - 1]
         assert (line["step"], line["tokens"], line["lr"]) == (t, record.tokens, record.lr), where
-    start = run.parts("states", 0, "theta")
-    update = typical_update(run, t)
-    scalar = allowed(*update)
+    scalar = allowed(*moved_so_far(run, t))
     compare.check("loss", run.recorded(t, "loss"), record.loss_R, scalar, where=where)
     norms = run.recorded(t, "grad_norm")
     compare.check("gradient norm", norms, record.grad_norm_R, scalar, where=where)
     compare.shards("gradient", run.parts("grads", t - 1), record.grads, scalar, where=where)
-    at = run.after_inner_step(t)
-    theta = run.parts(*at, "theta")
-    compare.shards("update", theta, record.inner_params, allowed, where=where, since=start)
-    theta = run.parts("states", t, "theta")
-    compare.shards("update", theta, record.params, allowed, where=where, since=start)
+    sides = [(run.parts("states", t, "theta"), record.params)]
+    if record.event is not None:
+        sides.append((run.parts(*run.after_inner_step(t), "theta"), record.inner_params))
+    start = run.parts("states", 0, "theta")
+    for theta, params in sides:
+        compare.shards("update", theta, params, allowed, where=where, since=start, is_update=True)
     for key in MOMENTS:
         parts = run.parts("states", t, key)
         compare.shards(f"AdamW {key}", parts, getattr(record, key), scalar, where=where)
@@ -213,17 +233,10 @@ def free_outer(compare: Comparer, run: CoreRun, record: Record, scalar: Toleranc
     """Anchor, velocity, statistics and the event of a step."""
     t, where = record.step, f"step {record.step}"
     assert record.velocity is not None and record.stats is not None
-    compare.shards(
-        "anchor update",
-        run.parts("states", t, "anchor"),
-        record.anchor,
-        free_tolerance(run.cell, t),
-        where=where,
-        stacked=False,
-        since=run.parts("states", 0, "theta"),
-    )
-    velocities = run.parts("states", t, "velocity")
-    compare.shards("velocity", velocities, record.velocity, scalar, where=where, stacked=False)
+    start, allowed = run.parts("states", 0, "theta"), free_tolerance(run.cell, t)
+    outer = partial(compare.shards, allowed=allowed, where=where, stacked=False, since=start)
+    outer("anchor update", run.parts("states", t, "anchor"), record.anchor, is_update=True)
+    outer("velocity", run.parts("states", t, "velocity"), record.velocity)
     compare.statistics(run.stats("states", t), record.stats, scalar, where=where)
     if record.event is None or record.combined is None:
         return
@@ -232,12 +245,11 @@ def free_outer(compare: Comparer, run: CoreRun, record: Record, scalar: Toleranc
     for key in ("round", "step", "forced"):
         assert event[key] == record.event[key], f"{key}, {where}"
     compare.events(event, record.event, scalar, where=where)
-    parts = run.parts("combined", k)
-    compare.shards("combined", parts, record.combined, scalar, where=where, stacked=False)
+    outer("combined", run.parts("combined", k), record.combined)
 
 
-def typical_update(run: CoreRun, t: int) -> tuple[float, float]:
-    """Norms of all parameters at the start, and of what the anchor or a replica moved by then."""
+def moved_so_far(run: CoreRun, t: int) -> tuple[float, float]:
+    """Norms of all parameters at the start, and of what they moved by then."""
     begin, now = run.whole("states", 0, "theta"), run.whole("states", t, "theta")
     moved = np.concatenate([(now[k] - begin[k]).ravel() for k in begin])
     return norm(np.concatenate([x.ravel() for x in begin.values()])), norm(moved)

@@ -1,5 +1,7 @@
 """Comparing what ranks hold with what the reference computed, shard by shard, field by field."""
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ class Comparer(NamedTuple):
         where: str,
         stacked: bool = True,
         since: list[Shards] | None = None,
+        is_update: bool = False,
     ) -> None:
         """Each rank's rows against those of the device in its place.
 
@@ -44,27 +47,44 @@ class Comparer(NamedTuple):
             allowed: a tolerance, or what it is for a start and an update of these norms.
             where: for the message.
             stacked: whether the reference has a replica axis.
-            since: what to subtract from both, so that updates are compared.
+            since: where an update began, or what a pseudo-gradient was subtracted from.
+            is_update: ``since`` has yet to be subtracted.
         """
-        arrays = on_ranks(self.cell, reference, axis=1 if stacked else 0)
-        replicas = self.cell.replicas
-        pairs = jax_bridge.paired(core, arrays, replicas=replicas, stacked=stacked)
-        starts = jax_bridge.paired(since or core, arrays, replicas=replicas, stacked=stacked)
-        for pair, start in zip(pairs, starts, strict=True):
-            x, y, size = pair.core, pair.reference, 0.0
+        cell = self.cell
+        arrays = on_ranks(cell, reference, axis=1 if stacked else 0)
+        pairs = jax_bridge.paired(core, arrays, replicas=cell.replicas, stacked=stacked)
+        for name, of_name in itertools.groupby(pairs, lambda pair: pair.where.split()[0]):
+            rows = [Rows(pair.where, pair.core, pair.reference, 0.0) for pair in of_name]
             if since is not None:
-                with np.errstate(invalid="ignore"):
-                    x, y = x - start.core, y - start.core
-                size = norm(start.core)
-            tolerance = allowed if isinstance(allowed, Tolerance) else allowed(size, norm(y))
-            self.check(quantity, x, y, tolerance, where=f"{pair.where}, {where}")
+                starts = [rank[name]["rows"] for rank in since]
+                rows = [r.since(x, is_update) for r, x in zip(rows, starts, strict=True)]
+            for n in range(cell.replicas):
+                group = rows[n * cell.shards : (n + 1) * cell.shards]
+                self._tensor(quantity, group, allowed, where)
+
+    def _tensor(self, quantity: str, rows: list["Rows"], allowed: Allowed, where: str) -> None:
+        """The shards of one tensor of one replica.
+
+        A shard in which the tensor happens to be small is measured as if it were as large as
+        the tensor is elsewhere: what cancelled in it was of that size.
+        """
+        whole = norm(np.concatenate([r.reference.ravel() for r in rows]))
+        elements = sum(r.reference.size for r in rows)
+        for r in rows:
+            own, share = norm(r.reference), math.sqrt(r.reference.size / elements)
+            usual = max(own, whole * share)
+            tolerance = allowed if isinstance(allowed, Tolerance) else allowed(r.start, usual)
+            if 0 < own < usual:
+                tolerance = tolerance._replace(value=tolerance.value * usual / own)
+            self.check(quantity, r.core, r.reference, tolerance, where=f"{r.where}, {where}")
 
     def check(
         self, quantity: str, x: np.ndarray, y: np.ndarray, tolerance: Tolerance, *, where: str
     ) -> None:
-        """One pair of arrays."""
-        where = f"{where}, {self.cell}"
-        self.errors.check(f"{self.mode}: {quantity}", x, y, tolerance, where=where)
+        """One pair of arrays, in ulps of the dtype that the cell computes in."""
+        where, dtype = f"{where}, {self.cell}", self.cell.compute
+        unit = "" if dtype == "same" else dtype
+        self.errors.check(f"{self.mode}: {quantity}", x, y, tolerance, dtype=unit, where=where)
 
     def events(
         self, core: dict[str, Any], reference: dict[str, Any], tolerance: Tolerance, *, where: str
@@ -92,6 +112,22 @@ class Comparer(NamedTuple):
         x, y = (np.stack([s["mean_R"], np.sqrt(s["var_R"])], axis=1) for s in (core, reference))
         for u in range(len(x)):
             self.check("statistics", x[u], y[u], tolerance, where=f"unit {u}, {where}")
+
+
+class Rows(NamedTuple):
+    """The same rows of a tensor in both cores, and the norm of what they began as."""
+
+    where: str
+    core: np.ndarray
+    reference: np.ndarray
+    start: float
+
+    def since(self, begun: np.ndarray, is_update: bool) -> "Rows":
+        """These rows with the size of ``begun``, which is subtracted from an update."""
+        if not is_update:
+            return self._replace(start=norm(begun))
+        with np.errstate(invalid="ignore"):
+            return Rows(self.where, self.core - begun, self.reference - begun, norm(begun))
 
 
 def norm(x: np.ndarray) -> float:

@@ -4,12 +4,35 @@ from collections.abc import Iterator
 
 import pytest
 
+from parity_tests.cells import COVERING, every_cell
 from parity_tests.harness import jax_setup
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 
 jax_setup.prepare()
 TABLE = pytest.StashKey[ErrorTable]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option for the product of all choices."""
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="compare the cores on all combinations of method, mesh, dtype and model",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test that asks for a ``cell`` on each cell of the comparison."""
+    if "cell" in metafunc.fixturenames and not is_parametrized(metafunc, "cell"):
+        chosen = every_cell() if metafunc.config.getoption("full") else COVERING
+        metafunc.parametrize("cell", chosen, ids=str)
+
+
+def is_parametrized(metafunc: pytest.Metafunc, name: str) -> bool:
+    """True if the test itself says which values ``name`` takes."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    return any(name in mark.args[0].replace(",", " ").split() for mark in marks)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -157,7 +157,7 @@ class Locked:
 
     def __init__(self, cell: Cell, shards: int) -> None:
         self.cell, self.shards, self.config = cell, shards, config_of(cell)
-        self.mesh = make_mesh(cell.replicas, shards)
+        self.mesh, self.start = make_mesh(cell.replicas, shards), initial(cell)
 
     def gradients(self, params_R: Host, t: int, *, synchronous: bool) -> tuple[np.ndarray, Arrays]:
         """[R] loss and gradients of inner step ``t``, counted from 1."""

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from core_torch.errors import EXIT_INTERRUPTED, TwinshardError
+from core_torch.errors import EXIT_INTERRUPTED, ConfigError, TwinshardError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TwinshardError as error:
-        print(error, file=sys.stderr)
+        if not (isinstance(error, ConfigError) and _is_follower()):
+            print(error, file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `twinshard ... | head`: nobody reads on, so there is nothing to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -37,3 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _is_follower() -> bool:
+    """Whether torchrun started this process and another one tells what all of them know."""
+    from core_torch.cli.worker import torchrun_place
+
+    place = torchrun_place()
+    return place is not None and place.rank > 0

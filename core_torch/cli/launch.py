@@ -25,9 +25,13 @@ _POLL_SECONDS = 0.05
 
 
 class Interrupted(TwinshardError):
-    """The user or the system asked for an end."""
+    """The user or the system asked for an end; told in one line, with the way on."""
 
     exit_code = EXIT_INTERRUPTED
+
+    def __str__(self) -> str:
+        where = f" at {self.where}" if self.where else ""
+        return f"Interrupted: {self.what}{where}" + (f"; go on: {self.next}" if self.next else "")
 
 
 class _Failure(NamedTuple):

@@ -27,7 +27,7 @@ from core_torch.report.summary import summarise
 from core_torch.sync.events import RoundEvent
 from core_torch.train import StepRecord, TrainState, build, evaluate, finish, train
 
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 240, 0.8
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
 
 Write = Callable[[StepRecord | None, RoundEvent | None], None]
 

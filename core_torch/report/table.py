@@ -1,7 +1,7 @@
 """The comparison of runs as rows of text, for the terminal and for the page alike."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -29,9 +29,9 @@ HEADINGS = Row(
     method="method",
     loss="loss",
     perplexity="validation perplexity",
-    tokens_per_second="tokens/s",
+    tokens_per_second="tokens per s",
     sent="sent per rank",
-    against="against synchronous",
+    against="against sync",
     rounds="rounds",
     anomalies="anomalies",
 )
@@ -86,9 +86,13 @@ def comparison_rows(runs: Sequence[Run]) -> list[Row]:
 
 def comparison_table(runs: Sequence[Run]) -> Table:
     """A table for the terminal. Cells are plain text: nothing in them is taken for markup."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS.method else "right")
-    for row in comparison_rows(runs):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
+    rows = comparison_rows(runs)
+    for column, heading in enumerate(HEADINGS):
+        # Headings break between words only; with short cells all fits into 80 characters.
+        words = [*heading.split(), *(row[column] for row in rows)]
+        justify: Literal["left", "right"] = "right" if column else "left"
+        table.add_column(heading, justify=justify, width=max(map(len, words)))
+    for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -58,7 +58,7 @@ def begin(changes: Changes, tokens: np.ndarray, params: Whole) -> TrainState | N
 
 
 def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | None:
-    """Logits and loss of this rank's first micro-batch, and gradients of the first step.
+    """Logits of this rank's first micro-batch; loss and gradients of the first step.
 
     Gradients twice: averaged over the shards, and over the replicas too.
     """
@@ -68,6 +68,7 @@ def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | No
     told: Account = {}
     for phase, synchronous in (("local", False), ("synchronous", True)):
         accumulate = state.config.train.accumulate
+        losses: list[float] = []
         state.sharded.mean_over_replicas = synchronous
         for k in range(accumulate):
             inputs, targets = micro_batch(state, k)
@@ -75,9 +76,9 @@ def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | No
             logits = state.model(inputs)
             loss = token_loss(logits, targets)
             torch.autograd.backward(loss / accumulate)
-            if k == 0:
-                told |= {"logits": to_numpy(logits), "loss": to_numpy(loss)}
-        told[phase] = gradients_of(state)
+            told.setdefault("logits", to_numpy(logits))
+            losses.append(float(loss))
+        told[phase], told["loss"] = gradients_of(state), sum(losses) / accumulate
         state.optimizer.zero_grad()
     return told
 

@@ -1,0 +1,22 @@
+"""Logits, losses and gradients of both cores, from the same weights on the same tokens."""
+
+
+
+from parity_tests.cells import Cell
+from parity_tests.checks import check_forward
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.ulps import ErrorTable
+
+MIXED = Cell(
+    method="synchronous", replicas=2, shards=2, dtype="float32", model="tiny", compute="bfloat16"
+)
+
+
+def test_forward_and_gradients_agree(pool: RankPool, errors: ErrorTable, cell: Cell) -> None:
+    check_forward(pool, errors, cell)
+
+
+def test_bfloat16_over_float32_masters_agrees_within_roundings_of_bfloat16(
+    pool: RankPool, errors: ErrorTable
+) -> None:
+    check_forward(pool, errors, MIXED)

@@ -1,0 +1,28 @@
+"""Whole runs of both cores: each phase from the other's inputs, and each core by itself."""
+
+import itertools
+
+from parity_tests.cells import COVERING, DTYPES, MESHES, METHODS, MODELS, Cell
+from parity_tests.checks import check_training
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.ulps import ErrorTable
+
+
+def test_sixteen_steps_agree_phase_by_phase_and_run_against_run(
+    pool: RankPool, errors: ErrorTable, cell: Cell
+) -> None:
+    run = check_training(pool, errors, cell)
+    assert run.error is None and run.steps == 16
+    assert len(run.events) == (0 if cell.method == "synchronous" else 4)
+    clipped = run.recorded(1, "grad_norm")
+    assert (clipped > 1.0).all(), "the gradient was not clipped"
+    if cell.method == "edit":
+        assert run.seen("clip").min() < 1
+
+
+def test_the_cells_cover_every_pair_of_choices() -> None:
+    axes = (METHODS, MESHES, DTYPES, tuple(MODELS))
+    chosen = [(c.method, (c.replicas, c.shards), c.dtype, c.model) for c in COVERING]
+    for i, j in itertools.combinations(range(4), 2):
+        pairs = {(choice[i], choice[j]) for choice in chosen}
+        assert pairs == set(itertools.product(axes[i], axes[j]))
