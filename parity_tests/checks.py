@@ -3,6 +3,7 @@
 Pytest's tests call them, and so do the mutant tests, which expect them to fail.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,10 +17,13 @@ from parity_tests.cells import Cell
 from parity_tests.compare import Comparer, norm
 from parity_tests.core_runs import CoreRun, arguments, launch
 from parity_tests.harness import tolerances
+from parity_tests.harness.jax_bridge import assemble, stack
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.tolerances import EXACT, OPTIMIZER, STATE, Tolerance
 from parity_tests.harness.ulps import ErrorTable, ulps
 from parity_tests.reference_runs import Locked, batch, initial, logits_of, model_of, trace
+from reference_jax.fsdp import replicate, to_host
+from reference_jax.model import Arrays
 from reference_jax.train import Host, Record
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,15 +40,43 @@ def check_forward(pool: RankPool, errors: ErrorTable, cell: Cell) -> None:
     told = [x for x in pool.run(training.forward, *arguments(cell)) if x is not None]
     compare, allowed = Comparer(errors, cell, "first step"), model_tolerance(cell)
     check_logits(compare, np.concatenate([x["logits"] for x in told]))
-    params_R = {k: np.stack([v] * cell.replicas) for k, v in initial(cell).items()}
-    locked = Locked(cell, shards_of_reference(cell))
+    reference = Locked(cell, shards_of_reference(cell))
     for phase in ("local", "synchronous"):
-        loss_R, grads = locked.gradients(params_R, 1, synchronous=phase == "synchronous")
+        loss_R, grads = first_gradients(reference, phase)
         losses = np.array([x["loss"] for x in told]).reshape(cell.replicas, -1)
         mean_R = losses.mean(axis=1, dtype=cell.dtype)
         compare.check("loss", mean_R, loss_R, allowed, where=phase)
         parts = [x[phase] for x in told]
-        compare.shards("gradient", parts, grads, allowed, where=phase)
+        if cell.compute == "same":
+            compare.shards("gradient", parts, grads, allowed, where=phase)
+        else:
+            check_mixed(compare, stack(assemble(parts, replicas=cell.replicas)), grads, phase)
+
+
+def first_gradients(reference: Locked, phase: str) -> tuple[np.ndarray, Arrays]:
+    """[R] loss and gradients of a first step."""
+    params_R = replicate(reference.start, reference.cell.replicas)
+    return reference.gradients(params_R, 1, synchronous=phase == "synchronous")
+
+
+def check_mixed(compare: Comparer, core_R: Host, grads: Arrays, phase: str) -> None:
+    """Gradients of a narrow forward, by tensor: in u, and next to those of a wide forward."""
+    cell, config = compare.cell, model_of(compare.cell)
+    reference_R = to_host(grads, config, axis=1)
+    compare.tensors("gradient", core_R, reference_R, model_tolerance(cell), where=phase)
+    _, exact = first_gradients(Locked(dataclasses.replace(cell, compute="same"), 1), phase)
+    for name, exact_R in to_host(exact, config, axis=1).items():
+        for x, y, truth in zip(core_R[name], reference_R[name], exact_R, strict=True):
+            assert_as_accurate(x, y, truth, cell.compute, f"{name}, {phase}")
+
+
+def assert_as_accurate(
+    core: np.ndarray, reference: np.ndarray, truth: np.ndarray, dtype: str, where: str
+) -> None:
+    """Neither core is much further from the truth than the other, in u of ``dtype``."""
+    one, two = (ulps(x.astype(truth.dtype), truth, dtype=dtype) for x in (core, reference))
+    is_fair = tolerances.as_accurate(one, two) and tolerances.as_accurate(two, one)
+    assert is_fair, f"{where}: the core is {one:.3g} u from the truth, the reference {two:.3g} u"
 
 
 def check_logits(compare: Comparer, mine: np.ndarray) -> None:
@@ -62,9 +94,7 @@ def check_logits(compare: Comparer, mine: np.ndarray) -> None:
     if computed == "float32":
         wide = {k: v.astype(np.float64) for k, v in params.items()}
         truth = np.array(logits_of(wide, tokens, config=model))
-        core, reference = (ulps(x, truth, dtype="float32") for x in (mine, theirs))
-        assert tolerances.as_accurate(core, reference), f"{core} u, reference {reference} u"
-        assert tolerances.as_accurate(reference, core), f"{core} u, reference {reference} u"
+        assert_as_accurate(mine, theirs, truth, computed, f"logits, {cell}")
 
 
 def shards_of_reference(cell: Cell) -> int:
@@ -108,7 +138,7 @@ def locked_step(compare: Comparer, run: CoreRun, reference: Locked, t: int) -> N
     compare.shards("gradient", parts, grads, model_tolerance(cell), where=where)
 
     moments = [run.whole("states", t - 1, key) for key in MOMENTS]
-    state = reference.state(theta_R, *moments, run.adam_steps("states", t - 1))
+    state = reference.state(theta_R, moments, run.adam_steps("states", t - 1))
     lr = float(run.leads[0]["records"][t - 1]["lr"])
     new, norm_R = reference.update(state, run.whole("grads", t - 1), lr)
     compare.check("gradient norm", run.recorded(t, "grad_norm"), norm_R, STATE, where=where)
@@ -130,11 +160,12 @@ def locked_round(compare: Comparer, run: CoreRun, reference: Locked, k: int) -> 
     """Round ``k``, counted from 0, from the core's state right before it."""
     event = run.events[k]
     t, where = event["step"], f"round {k + 1} after step {event['step']}"
-    inner = [run.whole("inner", k, key) for key in ("theta", *MOMENTS)]
-    state = reference.state(*inner, run.adam_steps("inner", k))
-    held = [run.agreed("inner", k, key) for key in ("anchor", "velocity")]
+    theta_R = run.whole("inner", k, "theta")
+    moments = [run.whole("inner", k, key) for key in MOMENTS]
+    state = reference.state(theta_R, moments, run.adam_steps("inner", k))
+    anchor, velocity = (run.agreed("inner", k, key) for key in ("anchor", "velocity"))
     before = run.stats("inner", k)
-    sync = reference.sync(*held, before)
+    sync = reference.sync(anchor, velocity, before)
     state, sync, told, combined = reference.round(state, sync, forced=event["forced"])
     compare.events(event, told, STATE, where=where)
     parts = run.parts("combined", k)
@@ -212,16 +243,18 @@ def free_step(compare: Comparer, run: CoreRun, record: Record) -> None:
     compare.check("loss", run.recorded(t, "loss"), record.loss_R, scalar, where=where)
     norms = run.recorded(t, "grad_norm")
     compare.check("gradient norm", norms, record.grad_norm_R, scalar, where=where)
-    compare.shards("gradient", run.parts("grads", t - 1), record.grads, scalar, where=where)
-    sides = [(run.parts("states", t, "theta"), record.params)]
+    compare.tensors("gradient", run.whole("grads", t - 1), record.grads, scalar, where=where)
+    start_R = run.whole("states", 0, "theta")
+    sides = [(run.whole("states", t, "theta"), record.params)]
     if record.event is not None:
-        sides.append((run.parts(*run.after_inner_step(t), "theta"), record.inner_params))
-    start = run.parts("states", 0, "theta")
-    for theta, params in sides:
-        compare.shards("update", theta, params, allowed, where=where, since=start, is_update=True)
+        sides.append((run.whole(*run.after_inner_step(t), "theta"), record.inner_params))
+    for theta_R, params_R in sides:
+        compare.tensors(
+            "update", theta_R, params_R, allowed, where=where, since_R=start_R, is_update=True
+        )
     for key in MOMENTS:
-        parts = run.parts("states", t, key)
-        compare.shards(f"AdamW {key}", parts, getattr(record, key), scalar, where=where)
+        moment_R = run.whole("states", t, key)
+        compare.tensors(f"AdamW {key}", moment_R, getattr(record, key), scalar, where=where)
     assert_same(run.adam_steps("states", t), record.counts, f"steps of AdamW, {where}")
     if record.anchor is not None:
         free_outer(compare, run, record, scalar)
@@ -231,21 +264,31 @@ def free_step(compare: Comparer, run: CoreRun, record: Record) -> None:
 
 def free_outer(compare: Comparer, run: CoreRun, record: Record, scalar: Tolerance) -> None:
     """Anchor, velocity, statistics and the event of a step."""
-    t, where = record.step, f"step {record.step}"
-    assert record.velocity is not None and record.stats is not None
-    start, allowed = run.parts("states", 0, "theta"), free_tolerance(run.cell, t)
-    outer = partial(compare.shards, allowed=allowed, where=where, stacked=False, since=start)
-    outer("anchor update", run.parts("states", t, "anchor"), record.anchor, is_update=True)
-    outer("velocity", run.parts("states", t, "velocity"), record.velocity)
+    t, where, allowed = record.step, f"step {record.step}", free_tolerance(run.cell, record.step)
+    start = one_replica({k: x_R[0] for k, x_R in run.whole("states", 0, "theta").items()})
+
+    def outer(quantity: str, core: Host, reference: Host | None, *, is_update: bool) -> None:
+        assert reference is not None
+        sides = one_replica(core), one_replica(reference)
+        compare.tensors(quantity, *sides, allowed, where=where, since_R=start, is_update=is_update)
+
+    assert record.stats is not None
+    outer("anchor update", run.agreed("states", t, "anchor"), record.anchor, is_update=True)
+    outer("velocity", run.agreed("states", t, "velocity"), record.velocity, is_update=False)
     compare.statistics(run.stats("states", t), record.stats, scalar, where=where)
-    if record.event is None or record.combined is None:
+    if record.event is None:
         return
     k = record.event["round"] - 1
     event = run.events[k]
     for key in ("round", "step", "forced"):
         assert event[key] == record.event[key], f"{key}, {where}"
     compare.events(event, record.event, scalar, where=where)
-    outer("combined", run.parts("combined", k), record.combined)
+    outer("combined", run.agreed("combined", k), record.combined, is_update=False)
+
+
+def one_replica(arrays: Host) -> Host:
+    """With a leading axis of length 1."""
+    return {name: x[None] for name, x in arrays.items()}
 
 
 def moved_so_far(run: CoreRun, t: int) -> tuple[float, float]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parity_tests.cells import Cell
-from parity_tests.core_runs import Shards
+from parity_tests.core_runs import Host, Shards
 from parity_tests.harness import jax_bridge
+from parity_tests.harness.names import same_names
 from parity_tests.harness.tolerances import Tolerance
 from parity_tests.harness.ulps import ErrorTable
 from parity_tests.reference_runs import on_ranks
@@ -61,6 +62,26 @@ class Comparer(NamedTuple):
             for n in range(cell.replicas):
                 group = rows[n * cell.shards : (n + 1) * cell.shards]
                 self._tensor(quantity, group, allowed, where)
+
+    def tensors(
+        self,
+        quantity: str,
+        core_R: Host,
+        reference_R: Host,
+        allowed: Allowed,
+        *,
+        where: str,
+        since_R: Host | None = None,
+        is_update: bool = False,
+    ) -> None:
+        """The same for whole [R, ...] tensors on the host."""
+        for name in same_names(core_R, reference_R):
+            pairs = zip(core_R[name], reference_R[name], strict=True)
+            for n, (x, y) in enumerate(pairs):
+                row = Rows(f"{name} of replica {n}", x, y, 0.0)
+                if since_R is not None:
+                    row = row.since(since_R[name][n], is_update)
+                self._tensor(quantity, [row], allowed, where)
 
     def _tensor(self, quantity: str, rows: list["Rows"], allowed: Allowed, where: str) -> None:
         """The shards of one tensor of one replica.

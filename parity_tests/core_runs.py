@@ -58,11 +58,11 @@ class CoreRun:
         rounds = [k for k, event in enumerate(self.events) if event["step"] == t]
         return ("inner", rounds[0]) if rounds else ("states", t)
 
-    def agreed(self, kind: str, index: int, key: str) -> Host:
-        """Anchor or velocity; all replicas must hold the same bits."""
-        whole_R = self.whole(kind, index, key)
+    def agreed(self, kind: str, index: int, *keys: str) -> Host:
+        """Anchor, velocity or D; all replicas must hold the same bits."""
+        whole_R = self.whole(kind, index, *keys)
         for name, x_R in whole_R.items():
-            assert all(x.tobytes() == x_R[0].tobytes() for x in x_R), f"{key} {name} differs"
+            assert all(x.tobytes() == x_R[0].tobytes() for x in x_R), f"{name} differs, {keys}"
         return {name: x_R[0] for name, x_R in whole_R.items()}
 
     def adam_steps(self, kind: str, index: int) -> Host:
@@ -77,7 +77,8 @@ class CoreRun:
         """Norm statistics; the same on all ranks."""
         everyone = [rank[kind][index]["stats"] for rank in self.ranks]
         assert all(same(x, everyone[0]) for x in everyone), "ranks hold different statistics"
-        return everyone[0]  # type: ignore[no-any-return]
+        first: dict[str, np.ndarray] = everyone[0]
+        return first
 
     def seen(self, key: str) -> np.ndarray:
         """(rounds, U, R) or (rounds, U) of one field of the events."""

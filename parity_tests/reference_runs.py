@@ -8,7 +8,7 @@ steps give the same is a test of its own.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -45,7 +45,7 @@ class Trace(NamedTuple):
 @contextmanager
 def separate_programs() -> Iterator[None]:
     """Runs ``train`` with the programs of this file."""
-    parts = {"gradients": gradients, "update": update}
+    parts: dict[str, Any] = {"gradients": gradients, "update": update}
     steps = {
         name: getattr(reference_train, name).__wrapped__ for name in ("local_step", "warmup_step")
     }
@@ -195,10 +195,11 @@ class Locked:
             names = [unit for unit, _ in units_of(self.config)]
             return state, sync, event_of(done, names), done.combined
 
-    def state(self, params_R: Host, m_R: Host, v_R: Host, steps: Host) -> TrainState:
-        """An inner state from host arrays [R, ...] and [R] step counts."""
-        arrays = [place(x, self.mesh, axis=1) for x in (params_R, m_R, v_R)]
-        return TrainState(*arrays, {k: put(v, self.mesh, ONE_EACH) for k, v in steps.items()})
+    def state(self, params_R: Host, moments_R: Sequence[Host], steps: Host) -> TrainState:
+        """An inner state from host arrays [R, ...], both moments, and [R] step counts."""
+        params, mean, square = (place(x, self.mesh, axis=1) for x in (params_R, *moments_R))
+        counts = {name: put(x, self.mesh, ONE_EACH) for name, x in steps.items()}
+        return TrainState(params, mean, square, counts)
 
     def sync(self, anchor: Host, velocity: Host, stats: Mapping[str, np.ndarray]) -> SyncState:
         """An outer state from host arrays without a replica axis."""

@@ -85,17 +85,17 @@ def run(options: DemoOptions, words: list[str]) -> int:
 
 def demo_config(method: Any, out: Path, *, quick: bool) -> RunConfig:
     """The run of one method; all methods see the same number of tokens."""
-    steps, every, warmup = (90, 14, 6) if quick else (260, 20, 20)
+    layers, steps, every, warmup = (2, 80, 16, 6) if quick else (3, 240, 20, 20)
     local = method != "synchronous"
     config = RunConfig(
         run=str(out / method),
-        model=ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, hidden=176, context=256),
+        model=ModelConfig(dim=64, layers=layers, heads=4, kv_heads=2, hidden=176, context=256),
         data=DataConfig(sequence=64, batch=8),
         mesh=MeshConfig(replicas=2, shards=2, device="cpu", deadline_seconds=100.0),
         optim=OptimConfig(lr=4e-3),
         sync=SyncConfig(method=method, every=every, warmup=warmup if local else 0),
         train=TrainConfig(
-            steps=steps, evaluate_every=steps // 3, evaluate_sequences=64 if quick else 128
+            steps=steps, evaluate_every=steps // 4, evaluate_sequences=64 if quick else 128
         ),
         checkpoint=CheckpointConfig(every=0),
     )

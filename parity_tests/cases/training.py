@@ -96,9 +96,10 @@ def run(
 
     Returns:
         ``states`` before the first step and after each (the last one after ``finish``);
-        ``begun``, the parameters that each step began with; ``grads`` of each step; ``inner``, the state right before each round, and ``combined``,
-        its pseudo-gradient; ``records`` and ``events``; the name of the ``error`` that ended
-        the run; the ``trace`` of collectives.
+        ``begun``, the parameters that each step began with; ``grads`` of each step; ``inner``,
+        the state right before each round, and ``combined``, its pseudo-gradient; ``records``
+        and ``events``; the name of the ``error`` that ended the run; the ``trace`` of
+        collectives.
     """
     state = begin(changes, tokens, params)
     if state is None:

@@ -1,0 +1,120 @@
+"""Faults put into the shipped core, inside the running ranks: unmodified checks must see them.
+
+Each mutant is met by the cheapest comparison that should notice it. What only the formulas of
+one file can show, such as the third flag in a row, is in test_pure_functions.py.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Protocol
+
+import pytest
+
+from parity_tests.cells import Cell
+from parity_tests.checks import check_forward, check_training
+from parity_tests.fault_checks import SPIKE, STORM, check_faults, check_spike
+from parity_tests.harness import mutants
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.ulps import ErrorTable
+from parity_tests.ledger_checks import check_ledger
+
+
+class Check(Protocol):
+    """Compares the cores; raises AssertionError where they differ."""
+
+    def __call__(self, pool: RankPool, errors: ErrorTable) -> object: ...
+
+
+MODEL = Cell(method="diloco", replicas=1, shards=4, dtype="float64", model="gqa")
+CALM = dataclasses.replace(STORM, steps=7, faults=())  # rounds after steps 4, 6 and, forced, 7
+ACCUMULATING = dataclasses.replace(MODEL, steps=3)
+forward = partial(check_forward, cell=MODEL)
+free = partial(check_training, cell=CALM, locked=False)
+phases = partial(check_training, cell=CALM, free=False)
+accumulation = partial(check_training, cell=ACCUMULATING, locked=False)
+storm = partial(check_faults, locked=False)
+spike = partial(check_spike, locked=False)
+CHECKS: dict[str, Check] = {
+    "forward": forward,
+    "free": free,
+    "phases": phases,
+    "accumulation": accumulation,
+    "storm": storm,
+    "spike": spike,
+}
+SEEN_BY: dict[str, tuple[str, ...]] = {
+    "forward": (
+        "rotary pairs halves",
+        "rotary frequencies in float32",
+        "rotary scaling ignored",
+        "RMSNorm without eps",
+        "RMSNorm's eps outside the mean",
+        "attention sees the future",
+        "attention scale off by 1e-6",
+        "gate and value exchanged",
+    ),
+    "free": (
+        "the outer step climbs",
+        "outer momentum dropped",
+        "Nesterov is heavy ball",
+        "cold statistics flag",
+        "the median is the lower middle",
+        "statistics are not seeded",
+        "larger steps weigh more",
+        "no clip",
+        "clip amplifies",
+        "first moment not corrected",
+        "second moment not corrected",
+        "the step counts from 0",
+        "decay not times the learning rate",
+        "eps under the root",
+        "warm-up ignored",
+        "cosine to zero",
+        "local gradients divided by N M",
+        "synchronous gradients summed",
+        "local gradients averaged over replicas",
+        "gradient norm of one shard",
+        "learning rate of the step before",
+        "gains decay",
+        "pseudo-gradient of the wrong sign",
+        "norms of one shard",
+        "norm for the clip of one shard",
+        "plain mean in place of the penalty",
+        "stale anchor",
+        "stale velocity",
+        "parameters not replaced",
+        "clipped but not scaled",
+        "a forced round moves the statistics",
+        "a round one step early",
+        "a round right after the warm-up",
+        "warm-up one step longer",
+    ),
+    "phases": ("no weight decay", "gradient clip without 1e-6", "clip with eps subtracted"),
+    "accumulation": ("micro-batches summed", "one micro-batch for all"),
+    "storm": (
+        "a rollback moves the anchor",
+        "a rollback moves the velocity",
+        "nobody is healed",
+        "finite is decided in the run's dtype",
+        "small norms are flagged too",
+        "anomalies enter the mean",
+        "anomalies enter the variance",
+        "weights not renormalised after exclusion",
+        "zero times NaN",
+        "a rollback takes an outer step",
+    ),
+    "spike": ("no spike test before the statistics are warm",),
+}
+FORMULAS_ONLY = {"re-armed one flag late", "the mean counts the excluded"}
+PAIRS = [(check, mutant) for check, names in SEEN_BY.items() for mutant in names]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_a_fault_the_check_passes(pool: RankPool, check: str) -> None:
+    CHECKS[check](pool, ErrorTable())
+
+
+@pytest.mark.parametrize(("check", "mutant"), PAIRS)
+def test_a_fault_in_the_core_is_noticed(pool: RankPool, check: str, mutant: str) -> None:
+    with pool.mutated(mutant), pytest.raises(AssertionError):
+        CHECKS[check](pool, ErrorTable())
