@@ -18,9 +18,10 @@ METHODS = ("synchronous", "post_local_sgd", "diloco", "edit")
 MESHES = ((1, 1), (1, 4), (2, 2), (4, 1))
 DTYPES = ("float64", "float32")
 MODELS: dict[str, dict[str, Any]] = {
-    "tiny": dict(vocabulary=61, dim=16, heads=2, kv_heads=2, hidden=32, rope_theta=1e4),
+    "tiny": dict(layers=1, vocabulary=61, dim=16, heads=2, kv_heads=2, hidden=32, rope_theta=1e4),
     # Over 16 positions one rotary frequency is kept, one interpolated, two are divided.
     "gqa": dict(
+        layers=2,
         vocabulary=64,
         dim=32,
         heads=4,
@@ -32,12 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
         ),
     ),
     # On 4 shards: wk and wv leave the last rank empty, everything else uneven.
-    "odd": dict(vocabulary=257, dim=18, heads=3, kv_heads=1, hidden=27),
-    "tied": dict(vocabulary=53, dim=16, heads=2, kv_heads=1, hidden=29, tied=True),
+    "odd": dict(layers=2, vocabulary=257, dim=18, heads=3, kv_heads=1, hidden=27),
+    "tied": dict(layers=1, vocabulary=53, dim=16, heads=2, kv_heads=1, hidden=29, tied=True),
 }
 SEQUENCE, ROWS, DATA_SEED = 16, 4, 3  # rows: sequences per replica and micro-batch
 SEQUENCES = 150  # fewer than the draws of a run, so that epochs change
-OPTIM = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, max_norm=1.0)
+OPTIM = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, max_norm=0.5)
 SCHEDULE = dict(shape="cosine", final_ratio=0.1, decay_share=0.2)
 # Thresholds so low that every part of the penalty acts within a few rounds.
 PENALTY: Settings = (
@@ -58,7 +59,7 @@ class Cell:
     shards: int
     dtype: str
     model: str
-    layers: int = 2
+    blocks: int = 0  # 0: the model's
     steps: int = 16
     warmup: int = 2
     every: int = 4
@@ -69,6 +70,11 @@ class Cell:
     def __str__(self) -> str:
         mesh = f"{self.replicas}x{self.shards}"
         return f"{self.method}-{mesh}-{self.dtype}-{self.model}"
+
+    @property
+    def layers(self) -> int:
+        """Transformer blocks."""
+        return self.blocks or int(MODELS[self.model]["layers"])
 
     @property
     def accumulate(self) -> int:
@@ -89,7 +95,7 @@ class Cell:
 
 def _dtype_of(replicas: int, model: str) -> str:
     """Fixed by replicas and model, so that few programs are compiled."""
-    narrow = {(1, "tiny"), (1, "tied"), (2, "tiny"), (2, "gqa"), (4, "gqa"), (4, "odd")}
+    narrow = {(1, "tiny"), (1, "tied"), (2, "gqa"), (4, "gqa"), (4, "odd"), (4, "tied")}
     return "float32" if (replicas, model) in narrow else "float64"
 
 

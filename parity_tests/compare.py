@@ -89,11 +89,11 @@ class Comparer(NamedTuple):
         A shard in which the tensor happens to be small is measured as if it were as large as
         the tensor is elsewhere: what cancelled in it was of that size.
         """
-        whole = norm(np.concatenate([r.reference.ravel() for r in rows]))
+        whole = math.hypot(*(norm(r.reference) for r in rows))
         elements = sum(r.reference.size for r in rows)
         for r in rows:
-            own, share = norm(r.reference), math.sqrt(r.reference.size / elements)
-            usual = max(own, whole * share)
+            own, share = norm(r.reference), r.reference.size / elements
+            usual = max(own, whole * math.sqrt(share))
             tolerance = allowed if isinstance(allowed, Tolerance) else allowed(r.start, usual)
             if 0 < own < usual:
                 tolerance = tolerance._replace(value=tolerance.value * usual / own)
@@ -153,5 +153,8 @@ class Rows(NamedTuple):
 
 def norm(x: np.ndarray) -> float:
     """L2 norm of what is finite."""
-    wide = x.astype(np.float64)
-    return float(np.linalg.norm(wide[np.isfinite(wide)]))
+    wide = x.astype(np.float64, copy=False).ravel()
+    square = float(wide @ wide)
+    if not math.isfinite(square):
+        return float(np.linalg.norm(wide[np.isfinite(wide)]))
+    return math.sqrt(square)

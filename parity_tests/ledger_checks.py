@@ -8,6 +8,7 @@ both; the checksum by which the core proves that replicas are equal when they pa
 counterpart in a compiled program, because the reference compares bits on the host.
 """
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ from reference_jax.local_sgd import take_anchor
 from reference_jax.mesh import PER_REPLICA, put
 from reference_jax.train import units_of
 
+# One block, because the shipped steps are compiled for these cells only.
+UNEVEN = Cell(method="edit", replicas=2, shards=2, dtype="float64", model="odd", blocks=1, steps=6)
+WHOLE = dataclasses.replace(UNEVEN, method="diloco", replicas=4, shards=1, model="tiny")
 REPLICA_OPS = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
 
 

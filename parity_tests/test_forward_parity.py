@@ -6,7 +6,7 @@ from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 
 MIXED = Cell(
-    method="synchronous", replicas=2, shards=2, dtype="float32", model="tiny", compute="bfloat16"
+    method="synchronous", replicas=2, shards=2, dtype="float32", model="gqa", compute="bfloat16"
 )
 
 

@@ -1,23 +1,17 @@
 """Both cores send the same bytes over the replica axis, step for step."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
 from parity_tests.cells import OPTIM, Cell
 from parity_tests.harness.pool import RankPool
-from parity_tests.ledger_checks import check_ledger, shipped
+from parity_tests.ledger_checks import UNEVEN, WHOLE, check_ledger, shipped
 from parity_tests.reference_runs import Locked, separate_programs
 from reference_jax import train as reference_train
 
-# One block, because the shipped steps are compiled for these cells only.
-EDIT = Cell(method="edit", replicas=2, shards=2, dtype="float64", model="odd", layers=1, steps=6)
-DILOCO = dataclasses.replace(EDIT, method="diloco", replicas=4, shards=1, model="tiny")
 
-
-@pytest.mark.parametrize("cell", [EDIT, DILOCO], ids=str)
+@pytest.mark.parametrize("cell", [UNEVEN, WHOLE], ids=str)
 def test_a_step_and_a_round_send_as_many_bytes_over_replicas_as_compiled_hlo_says(
     pool: RankPool, cell: Cell
 ) -> None:
@@ -25,15 +19,15 @@ def test_a_step_and_a_round_send_as_many_bytes_over_replicas_as_compiled_hlo_say
 
 
 def test_the_uneven_cell_has_padding_and_both_kinds_of_message() -> None:
-    sent = shipped(EDIT).replica_bytes
-    rows = sum(-(-len(x) // 2) * x[0].size for x in Locked(EDIT, 2).start.values())
+    sent = shipped(UNEVEN).replica_bytes
+    rows = sum(-(-len(x) // 2) * x[0].size for x in Locked(UNEVEN, 2).start.values())
     assert sent["synchronous"] == {"all-reduce": 8 * rows}
     assert sent["round"] == {"all-reduce": 8 * rows, "all-gather": 3 * 2 * 8}
 
 
 @pytest.mark.parametrize("kind", ["local", "synchronous"])
 def test_the_reference_in_separate_programs_takes_the_shipped_step(kind: str) -> None:
-    programs, reference = shipped(EDIT), Locked(EDIT, EDIT.shards)
+    programs, reference = shipped(UNEVEN), Locked(UNEVEN, UNEVEN.shards)
     numbers = {"config": reference.config.model, "inner": reference.config.inner}
     name = {"local": "local_step", "synchronous": "warmup_step"}[kind]
     with jax.set_mesh(reference.mesh):

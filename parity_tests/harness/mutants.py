@@ -161,7 +161,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "gradient clip without 1e-6": Mutant(f"{TRAIN}:apply_gradients", "eps=1e-6", "eps=0.0"),
     "learning rate of the step before": Mutant(
-        f"{TRAIN}:apply_gradients", "step=state.step + 1", "step=state.step"
+        f"{TRAIN}:apply_gradients", "state.tokens + state.config.tokens_per_step", "state.tokens"
     ),
     "gains decay": Mutant(f"{TRAIN}:build_optimizer", ', "weight_decay": 0.0}', "}"),
     # rounds
