@@ -43,7 +43,7 @@ SCHEDULE = dict(shape="cosine", final_ratio=0.1, decay_share=0.2)
 # Thresholds so low that every part of the penalty acts within a few rounds.
 PENALTY: Settings = (
     ("warmup_rounds", 2),
-    ("temperature", 0.1),
+    ("temperature", 0.2),
     ("temperature_unit", "median"),
     ("max_norm", 0.2),
     ("ema_alpha", 0.5),

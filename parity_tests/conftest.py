@@ -1,6 +1,7 @@
 """Both frameworks side by side: eight JAX devices in this process, torch ranks outside."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # The cache is not written atomically; an entry that a second session is writing is
     # compiled again, with this warning.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker of pytest-xdist: sends the table to the process that prints it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["distances"] = session.config.stash[TABLE].as_lists()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes the table of a worker that has ended; one that crashed has none."""
+    node.config.stash[TABLE].merge(getattr(node, "workeroutput", {}).get("distances", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -74,3 +74,14 @@ def test_adamw_amplifies_noise_only_where_gradients_are_as_small_as_its_eps() ->
 def test_a_core_may_be_three_times_as_far_from_the_truth_as_the_other() -> None:
     assert tolerances.as_accurate(2.9, 1.0) and not tolerances.as_accurate(31.0, 10.0)
     assert tolerances.as_accurate(1.0, 0.0)
+
+
+def test_tables_of_two_processes_become_one() -> None:
+    mine, other = ErrorTable(), ErrorTable()
+    one = np.ones(4)
+    mine.check("gradient", one, one, tolerances.STATE)
+    other.check("gradient", one * (1 + 2**-50), one, tolerances.STATE)
+    other.check("loss", one, one, tolerances.STATE)
+    mine.merge(other.as_lists())
+    assert mine.counts == {("gradient", "float64"): 2, ("loss", "float64"): 1}
+    assert mine.worst["gradient", "float64"] == other.worst["gradient", "float64"]

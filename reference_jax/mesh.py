@@ -55,7 +55,7 @@ def make_mesh(replicas: int, shards: int) -> Mesh:
 
 def reshard(x: Array, spec: PartitionSpec) -> Array:
     """Moves an array to another placement: to fewer axes it gathers, to more it cuts."""
-    return jax.sharding.reshard(x, spec)  # type: ignore[no-any-return, no-untyped-call]
+    return jax.sharding.reshard(x, spec)
 
 
 def put(x: ArrayLike, mesh: Mesh, spec: PartitionSpec) -> Array:
@@ -72,7 +72,7 @@ def pretend_devices(count: int) -> None:
     """
     fast = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", fast)
-    jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def prepare() -> None:
         os.environ["XLA_FLAGS"] = f"{present} {FLAGS}".strip()
     settings = SETTINGS | {"jax_compilation_cache_dir": str(cache_folder())}
     for name, value in settings.items():
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+        jax.config.update(name, value)
 
 
 def cache_folder() -> Path:

@@ -7,7 +7,7 @@ nearly nothing; an absolute one would pass a tensor of small numbers unseen.
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,16 +124,27 @@ class ErrorTable:
             AssertionError: it exceeds the tolerance.
         """
         error = ulps(x, y, dtype=dtype)
-        row = Row(quantity, dtype or x.dtype.name, error, tolerance.value, tolerance.reason)
-        key = row.quantity, row.dtype
-        self.counts[key] = self.counts.get(key, 0) + 1
-        if key not in self.worst or _share(row) > _share(self.worst[key]):
-            self.worst[key] = row
+        self._enter(Row(quantity, dtype or x.dtype.name, error, tolerance.value, tolerance.reason))
         assert error <= tolerance.value, (
             f"{quantity} {where}: {error:.3g} u exceeds {tolerance.value:.3g} u "
             f"({tolerance.reason})"
         )
         return error
+
+    def _enter(self, row: Row, count: int = 1) -> None:
+        key = row.quantity, row.dtype
+        self.counts[key] = self.counts.get(key, 0) + count
+        if key not in self.worst or _share(row) > _share(self.worst[key]):
+            self.worst[key] = row
+
+    def as_lists(self) -> list[list[Any]]:
+        """Rows and counts as plain data, to be sent to another process."""
+        return [[*row, self.counts[key]] for key, row in self.worst.items()]
+
+    def merge(self, rows: list[list[Any]]) -> None:
+        """Enters what ``as_lists`` of another process's table gave."""
+        for *row, count in rows:
+            self._enter(Row(*row), count)
 
     def lines(self) -> list[str]:
         """The table as text, a line for each quantity and dtype."""

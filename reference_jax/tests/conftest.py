@@ -18,4 +18,4 @@ SETTINGS = {
     "jax_default_matmul_precision": "highest",
 }
 for name, value in SETTINGS.items():
-    jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    jax.config.update(name, value)
