@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parity_tests.cells import COVERING, every_cell
+from parity_tests.checks.cells import COVERING, every_cell
 from parity_tests.harness import jax_setup
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from parity_tests.cases import independent
-from parity_tests.harness.pool import RankPool
-from parity_tests.harness.ulps import ErrorTable
-from parity_tests.trajectories import (
+from parity_tests.checks.trajectories import (
     NO_PENALTY,
     PENALTY,
     STORMY,
@@ -27,6 +25,8 @@ from parity_tests.trajectories import (
     same,
     storm,
 )
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.ulps import ErrorTable
 
 AVERAGING = {"lr": 1.0, "momentum": 0.0}
 SYNCHRONOUS = {"method": "synchronous", "warmup": 0}

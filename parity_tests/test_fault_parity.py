@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from parity_tests.checks import check_training
-from parity_tests.fault_checks import (
+from parity_tests.checks.faults import (
     STORM,
     assert_storm,
     check_faults,
     check_non_finite,
     check_spike,
 )
+from parity_tests.checks.training import check_training
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 

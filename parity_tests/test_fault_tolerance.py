@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from parity_tests.cases import independent
-from parity_tests.harness.pool import RankPool
-from parity_tests.trajectories import (
+from parity_tests.checks.trajectories import (
     IN_EVERY_UNIT,
     LOUD,
     PENALTY,
@@ -21,6 +20,7 @@ from parity_tests.trajectories import (
     same,
     storm,
 )
+from parity_tests.harness.pool import RankPool
 
 VALUES = [float("nan"), float("inf"), 1e30]
 # Without warm-up, in which a gradient of three replicas is not one of two. Rounds are due after

@@ -1,7 +1,7 @@
 """Logits, losses and gradients of both cores, from the same weights on the same tokens."""
 
-from parity_tests.cells import Cell
-from parity_tests.checks import check_forward
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.training import check_forward
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 

@@ -8,11 +8,19 @@ import pytest
 
 from parity_tests.cases import independent
 from parity_tests.cases.equalities import TINY, VOCABULARY
+from parity_tests.checks.trajectories import (
+    STORMY,
+    UNITS,
+    Trajectory,
+    assert_storm,
+    launch,
+    same,
+    storm,
+)
 from parity_tests.harness import tolerances
 from parity_tests.harness.jax_bridge import assemble
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
-from parity_tests.trajectories import STORMY, UNITS, Trajectory, assert_storm, launch, same, storm
 
 TWO = storm([0], [1], [0, 1])
 MODEL = tolerances.model("float64", layers=TINY.model.layers, width=VOCABULARY)

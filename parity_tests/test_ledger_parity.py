@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from parity_tests.cells import OPTIM, Cell
+from parity_tests.checks.cells import OPTIM, Cell
+from parity_tests.checks.ledger import UNEVEN, WHOLE, check_ledger, shipped
+from parity_tests.checks.reference_runs import Locked, separate_programs
 from parity_tests.harness.pool import RankPool
-from parity_tests.ledger_checks import UNEVEN, WHOLE, check_ledger, shipped
-from parity_tests.reference_runs import Locked, separate_programs
 from reference_jax import train as reference_train
 
 

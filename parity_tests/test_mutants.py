@@ -11,13 +11,13 @@ from typing import Protocol
 
 import pytest
 
-from parity_tests.cells import Cell
-from parity_tests.checks import check_forward, check_training
-from parity_tests.fault_checks import STORM, check_faults, check_spike
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.faults import STORM, check_faults, check_spike
+from parity_tests.checks.ledger import UNEVEN, check_ledger
+from parity_tests.checks.training import check_forward, check_training
 from parity_tests.harness import mutants
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
-from parity_tests.ledger_checks import UNEVEN, check_ledger
 
 
 class Check(Protocol):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from parity_tests.cases import independent
-from parity_tests.harness.pool import RankPool
-from parity_tests.trajectories import (
+from parity_tests.checks.trajectories import (
     PENALTY,
     STORMY,
     Trajectory,
@@ -17,6 +16,7 @@ from parity_tests.trajectories import (
     same,
     storm,
 )
+from parity_tests.harness.pool import RankPool
 
 TWO = storm([0], [1], [0, 1])
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from parity_tests.cases import resume
+from parity_tests.checks.trajectories import PENALTY, Trajectory, launch, same
 from parity_tests.harness.pool import RankPool
-from parity_tests.trajectories import PENALTY, Trajectory, launch, same
 
 STEPS = 9
 EDIT: dict[str, Any] = {"method": "edit", "every": 3, "warmup": 2, "penalty": PENALTY}
@@ -23,7 +23,7 @@ def changes_of(sync: dict[str, Any], *, replicas: int = 2, shards: int = 2) -> d
         "sync": sync,
         "mesh": {"replicas": replicas, "shards": shards},
         "schedule": {"shape": "cosine"},
-        "train": {"steps": STEPS, "accumulate": 2},
+        "train": {"steps": STEPS},
     }
 
 

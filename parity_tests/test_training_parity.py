@@ -2,8 +2,8 @@
 
 import itertools
 
-from parity_tests.cells import COVERING, DTYPES, MESHES, METHODS, MODELS, OPTIM, Cell
-from parity_tests.checks import check_training
+from parity_tests.checks.cells import COVERING, DTYPES, MESHES, METHODS, MODELS, OPTIM, Cell
+from parity_tests.checks.training import check_training
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests import cells
 from parity_tests.cases import training
-from parity_tests.cells import Cell
+from parity_tests.checks import cells
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.reference_runs import initial
+from parity_tests.checks.trajectories import same
 from parity_tests.harness.jax_bridge import assemble, stack
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.torch_bridge import Shard
-from parity_tests.reference_runs import initial
-from parity_tests.trajectories import same
 
 Host = dict[str, np.ndarray]
 Shards = dict[str, Shard]

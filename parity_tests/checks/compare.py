@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parity_tests.cells import Cell
-from parity_tests.core_runs import Host, Shards
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.core_runs import Host, Shards
+from parity_tests.checks.reference_runs import on_ranks
 from parity_tests.harness import jax_bridge
 from parity_tests.harness.names import same_names
 from parity_tests.harness.tolerances import Tolerance
 from parity_tests.harness.ulps import ErrorTable
-from parity_tests.reference_runs import on_ranks
 
 Allowed = Tolerance | Callable[[float, float], Tolerance]  # of the norms of start and update
 VERDICTS = ("units", "finite", "flagged", "rearmed", "anomalous", "rollback")

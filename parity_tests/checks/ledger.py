@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 from core_torch.collectives import Dispatch
-from parity_tests.cells import Cell
-from parity_tests.core_runs import CoreRun, launch
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.core_runs import CoreRun, launch
+from parity_tests.checks.reference_runs import Locked, batch, initial
 from parity_tests.harness.pool import RankPool
-from parity_tests.reference_runs import Locked, batch, initial
 from reference_jax.ddp import warmup_step
 from reference_jax.diloco import diloco_round
 from reference_jax.edit import edit_round

@@ -16,8 +16,8 @@ from unittest import mock
 import jax
 import numpy as np
 
-from parity_tests import cells
-from parity_tests.cells import Cell, Fault
+from parity_tests.checks import cells
+from parity_tests.checks.cells import Cell, Fault
 from reference_jax import ddp, fsdp
 from reference_jax import train as reference_train
 from reference_jax.data import batch_of_all

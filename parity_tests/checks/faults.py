@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from parity_tests.cells import Cell
-from parity_tests.checks import check_training
-from parity_tests.core_runs import CoreRun
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.core_runs import CoreRun
+from parity_tests.checks.training import check_training
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 

@@ -11,17 +11,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests import cells
 from parity_tests.cases import training
-from parity_tests.cells import Cell
-from parity_tests.compare import Comparer, norm
-from parity_tests.core_runs import CoreRun, arguments, launch
+from parity_tests.checks import cells
+from parity_tests.checks.cells import Cell
+from parity_tests.checks.compare import Comparer, norm
+from parity_tests.checks.core_runs import CoreRun, arguments, launch
+from parity_tests.checks.reference_runs import Locked, batch, initial, logits_of, model_of, trace
 from parity_tests.harness import tolerances
 from parity_tests.harness.jax_bridge import assemble, stack
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.tolerances import EXACT, OPTIMIZER, STATE, Tolerance
 from parity_tests.harness.ulps import ErrorTable, ulps
-from parity_tests.reference_runs import Locked, batch, initial, logits_of, model_of, trace
 from reference_jax.fsdp import replicate, to_host
 from reference_jax.model import Arrays
 from reference_jax.train import Host, Record

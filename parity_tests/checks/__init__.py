@@ -1,0 +1,1 @@
+"""Comparisons of the two cores as plain functions, which tests and mutant tests call."""
