@@ -120,12 +120,9 @@ FORMULAS_ONLY = {"re-armed one flag late", "the mean counts the excluded"}
 CHOSEN = {
     "rotary pairs halves",
     "outer momentum dropped",
-    "no clip",
     "local gradients divided by N M",
     "pseudo-gradient of the wrong sign",
     "norms of one shard",
-    "stale anchor",
-    "a round one step early",
     "no weight decay",
     "micro-batches summed",
     "nobody is healed",
