@@ -17,6 +17,7 @@ from core_torch.cli.launch import launch
 from core_torch.cli.options import DemoOptions
 from core_torch.cli.progress import ProgressView
 from core_torch.cli.run_folder import DATA, LOGS, write_outcome
+from core_torch.cli.train import check_corpus
 from core_torch.config import (
     CheckpointConfig,
     DataConfig,
@@ -63,9 +64,7 @@ def run(options: DemoOptions, words: list[str]) -> int:
     for config in configs:
         check(config)
     _clear(out, configs)
-    prepare(configs[0].data, out / DATA).check(
-        sequence=configs[0].data.sequence, draws=configs[0].mesh.ranks * configs[0].data.batch
-    )
+    check_corpus(configs[0], prepare(configs[0].data, out / DATA))
     console = Console()
     summaries = _train(configs, out, console)
     for config in configs:

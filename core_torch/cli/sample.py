@@ -8,9 +8,9 @@ from core_torch.checkpoint.commit import TOKENIZER, latest
 from core_torch.checkpoint.export import load_model
 from core_torch.cli.options import SampleOptions
 from core_torch.cli.run_folder import config_of
-from core_torch.data.tokenizer import load_tokenizer
+from core_torch.data.tokenizer import Tokenizer, load_tokenizer
 from core_torch.errors import EXIT_OK, CheckpointError, ConfigError
-from core_torch.models import generate
+from core_torch.models import Llama, generate
 from core_torch.report.text import sanitise
 
 
@@ -35,11 +35,20 @@ def run(options: SampleOptions, words: list[str]) -> int:
         )
     tokenizer = load_tokenizer(commit / TOKENIZER)
     model = load_model(folder, config, tokenizer.vocabulary)
+    print(sanitise(options.prompt + continue_text(model, tokenizer, options)))
+    return EXIT_OK
+
+
+def continue_text(model: Llama, tokenizer: Tokenizer, options: SampleOptions) -> str:
+    """What the model says after the prompt, without the prompt.
+
+    Raises:
+        ConfigError: the tokenizer makes no token of the prompt.
+    """
     ids = torch.from_numpy(tokenizer.encode(options.prompt)).to(torch.int64)
     if not len(ids):
         raise ConfigError(f"prompt: the tokenizer makes no token of {options.prompt!r}")
     longer = generate(
         model, ids, count=options.tokens, temperature=options.temperature, seed=options.seed
     )
-    print(sanitise(options.prompt + tokenizer.decode(longer[len(ids) :].numpy())))
-    return EXIT_OK
+    return tokenizer.decode(longer[len(ids) :].numpy())

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from core_torch.checkpoint.export import empty_model, export_model, load_model
@@ -17,17 +16,18 @@ from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import save
 from core_torch.checkpoint.snapshot import layout_of, restore, snapshot
 from core_torch.cli.events import OnEvent
+from core_torch.cli.options import SampleOptions
+from core_torch.cli.sample import continue_text
 from core_torch.collectives import gather_json
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus
 from core_torch.mesh import Mesh
-from core_torch.models import Llama, generate
 from core_torch.report.records import RecordWriter, load_run, write_json
 from core_torch.report.summary import summarise
 from core_torch.sync.events import RoundEvent
 from core_torch.train import StepRecord, TrainState, build, evaluate, finish, train
 
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
+SAMPLE_TOKENS = 160
 
 Write = Callable[[StepRecord | None, RoundEvent | None], None]
 
@@ -142,19 +142,12 @@ class Session:
 
 def write_samples(config: RunConfig, corpus: Corpus, prompt: str) -> None:
     """Writes what the model says after ``prompt``, before and after training; one process."""
-    folder = Path(config.run)
+    folder, options = Path(config.run), SampleOptions(prompt=prompt, tokens=SAMPLE_TOKENS)
     before = empty_model(config, corpus.tokenizer.vocabulary)
     after = load_model(folder, config, corpus.tokenizer.vocabulary)
     texts = {
         "prompt": prompt,
-        "before": continue_text(before, corpus, prompt),
-        "after": continue_text(after, corpus, prompt),
+        "before": continue_text(before, corpus.tokenizer, options),
+        "after": continue_text(after, corpus.tokenizer, options),
     }
     write_json(folder / "samples.json", texts)
-
-
-def continue_text(model: Llama, corpus: Corpus, prompt: str) -> str:
-    """The continuation of ``prompt``, without the prompt."""
-    ids = torch.from_numpy(corpus.tokenizer.encode(prompt)).to(torch.int64)
-    longer = generate(model, ids, count=SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
-    return corpus.tokenizer.decode(longer[len(ids) :].numpy())

@@ -37,7 +37,6 @@ OPTIMIZER_ULPS = 16.0
 STATE_ULPS = 25.0
 FREE_RUNNING_CAP = 1e-12  # relative, float64, after 20 steps; 1e-14 was seen over 400
 ACCURACY_RATIO = 3.0
-BFLOAT16_MISMATCHES = 5e-4  # share of elements of one operation, each at most 1 ulp off
 
 
 class Tolerance(NamedTuple):
