@@ -90,6 +90,75 @@ def start_psum(x: Tensor, axis: Axis, *, scope: str) -> Pending:
     return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True))
 
 
+class PendingRows(NamedTuple):
+    """Rows from all other ranks in flight, to be added to this rank's own."""
+
+    own: Tensor
+    received: Tensor
+    work: dist.Work
+    place: int  # of this rank
+
+    def wait(self) -> Tensor:
+        """The sum over all ranks, added in rank order, in memory of its own."""
+        self.work.wait()
+        rows = list(self.received)
+        rows.insert(self.place, self.own)
+        total = rows[0] + rows[1]
+        for row in rows[2:]:
+            total += row
+        return total
+
+
+def start_all_gather(x: Tensor, axis: Axis, *, scope: str) -> Pending:
+    """Starts stacking each rank's ``x`` along a new leading dimension of ``axis.size``."""
+    if axis.size == 1:
+        return Pending(x[None], None)
+    gathered = x.new_empty((axis.size, *x.shape))
+    axis.ledger.enter(axis.name, "all_gather", gathered, scope)
+    work = dist.all_gather_single(gathered.view(-1), x.reshape(-1), group=axis.group, async_op=True)
+    return Pending(gathered, work)
+
+
+def rows_sent(axis: Axis) -> list[int]:
+    """Ranks in the order in which ``start_reduce_scatter`` wants their rows: this one last."""
+    return [r for r in range(axis.size) if r != axis.index] + [axis.index]
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, *, scope: str) -> Pending | PendingRows:
+    """Starts a sum over ranks of which each gets one row.
+
+    gloo's own reduce-scatter is an all-reduce of the whole buffer. An all-to-all followed by a
+    local sum moves half the bytes and adds in rank order on every rank; this rank's row stays
+    where it is. On other backends the native one is used.
+
+    Args:
+        x: (size, C), row i meant for rank ``rows_sent(axis)[i]``. Do not touch before ``wait()``.
+        axis: to reduce over.
+        scope: see ``Dispatch``.
+    """
+    if axis.size == 1:
+        return Pending(x[0], None)
+    axis.ledger.enter(axis.name, "reduce_scatter", x, scope)
+    if dist.get_backend(axis.group) != "gloo":
+        in_rank_order = torch.cat((x[: axis.index], x[-1:], x[axis.index : -1]))
+        total = torch.empty_like(x[0])
+        work = dist.reduce_scatter_single(
+            total, in_rank_order.view(-1), group=axis.group, async_op=True
+        )
+        return Pending(total, work)
+    received, width = torch.empty_like(x[:-1]), x[0].numel()
+    splits = [0 if r == axis.index else width for r in range(axis.size)]
+    work = dist.all_to_all_single(
+        received.view(-1),
+        x[:-1].view(-1),
+        output_split_sizes=splits,
+        input_split_sizes=splits,
+        group=axis.group,
+        async_op=True,
+    )
+    return PendingRows(x[-1], received, work, axis.index)
+
+
 def psum(x: Tensor, axis: Axis, *, scope: str) -> Tensor:
     """Sum over the ranks of ``axis``; every one of them gets it. Does not modify ``x``."""
     return start_psum(x.clone(), axis, scope=scope).wait()

@@ -131,6 +131,35 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShardConfig:
+    """How a replica is sharded over its ranks, and what is compiled."""
+
+    method: Literal["fsdp2", "simple_fsdp"] = "fsdp2"  # simple_fsdp: can be compiled whole
+    compile: Literal["off", "aot_eager", "inductor"] = "off"  # one graph; off: eager
+    wrap: Literal["none", "manual", "auto"] = "manual"  # which parameters share a collective
+    reshard_after_forward: bool = True  # free gathered parameters until the backward
+    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing of blocks
+    memory_limit_mib: int = 0  # of a step, for wrap auto; 0: no limit
+    costs: str = ""  # JSON of ``bench shard --costs``, for wrap auto; empty: typical ones
+
+    def validate(self) -> list[Problem]:
+        problems = _at_least(0, self, "memory_limit_mib")
+        if self.compile != "off" and self.method != "simple_fsdp":
+            message = f"{self.compile} needs shard.method simple_fsdp, got {self.method}"
+            problems.append(Problem("compile", message))
+        if self.wrap != "manual" and self.compile == "off":
+            message = f"{self.wrap} is for compiled graphs; shard.compile is off"
+            problems.append(Problem("wrap", message))
+        if self.memory_limit_mib and self.wrap != "auto":
+            message = f"{self.memory_limit_mib} limits what wrap auto plans; wrap is {self.wrap}"
+            problems.append(Problem("memory_limit_mib", message))
+        if self.costs and self.wrap != "auto":
+            message = f"{self.costs!r} is for wrap auto; wrap is {self.wrap}"
+            problems.append(Problem("costs", message))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     """The inner optimizer, AdamW. Matrices decay, gains do not."""
 
@@ -286,6 +315,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)  # architecture
     data: DataConfig = field(default_factory=DataConfig)  # tokens
     mesh: MeshConfig = field(default_factory=MeshConfig)  # ranks
+    shard: ShardConfig = field(default_factory=ShardConfig)  # one replica over its ranks
     optim: OptimConfig = field(default_factory=OptimConfig)  # inner optimizer
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate
     sync: SyncConfig = field(default_factory=SyncConfig)  # replicas

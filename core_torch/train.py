@@ -29,7 +29,8 @@ from core_torch.mesh import Mesh
 from core_torch.models import Llama, build_model, token_loss
 from core_torch.schedules import learning_rate
 from core_torch.shard.access import local_shard
-from core_torch.shard.fsdp2 import Sharded, shard_model
+from core_torch.shard.base import Sharded
+from core_torch.shard.model import shard_model
 from core_torch.sync.engine import LocalSGD
 from core_torch.sync.events import RoundEvent
 from core_torch.sync.methods import METHODS, rules_of
@@ -87,7 +88,8 @@ def build(config: RunConfig, mesh: Mesh, corpus: Corpus) -> TrainState:
         dtype=DTYPES[config.train.dtype],
     )
     compute = config.train.compute
-    sharded = shard_model(model, mesh, compute_dtype=None if compute == "same" else DTYPES[compute])
+    compute_dtype = None if compute == "same" else DTYPES[compute]
+    sharded = shard_model(model, mesh, config.shard, compute_dtype=compute_dtype)
     optimizer = build_optimizer(model, config)
     return TrainState(
         config,
@@ -205,6 +207,7 @@ def inner_step(state: TrainState, *, synchronous: bool) -> tuple[float, float]:
         loss = token_loss(state.model(inputs), targets) / accumulate
         loss.backward()
         total += loss.detach()
+    state.sharded.finish_gradients()
     return apply_gradients(state, total)
 
 

@@ -18,7 +18,7 @@ from core_torch.cli.worker import Context, Job
 from core_torch.config import MeshConfig, ModelConfig
 from core_torch.mesh import Mesh, build_mesh, joined, rank_from_environment
 from core_torch.models import build_model
-from core_torch.shard.fsdp2 import shard_model
+from core_torch.shard.fsdp2 import shard_with_fsdp2
 
 DEADLINE_SECONDS = 30.0
 _BLOCK = 3  # elements per rank
@@ -99,7 +99,7 @@ def check_mesh_of_initial_weights(mesh: Mesh) -> dict[str, Any]:
     shape = f"{mesh.replica.size} x {mesh.shard.size}"
     name = f"initial weights: mesh {shape} as one rank"
     want = checksum(build_model(_MODEL, _VOCABULARY, seed=0))
-    got = checksum(shard_model(build_model(_MODEL, _VOCABULARY, seed=0), mesh).module)
+    got = checksum(shard_with_fsdp2(build_model(_MODEL, _VOCABULARY, seed=0), mesh).module)
     return check(name, "ok" if got == want else "wrong", f"sha256 {got[:12]}")
 
 

@@ -8,53 +8,53 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from core_torch.collectives import Axis, CountedAllGather, CountedReduceScatter, start_psum
 from core_torch.mesh import Mesh
 from core_torch.models.llama import Llama
+from core_torch.shard.base import Sharded
 from core_torch.shard.wrap import plan_units, unit_parameters
 
 
 @dataclass(slots=True)
-class Sharded:
-    """A model sharded over the shard axis, and the switches of its gradient reduction."""
-
-    module: nn.Module
-    units: dict[str, list[str]]  # unit -> parameter names, in order of the forward
-    mean_over_replicas: bool = False  # synchronous training; read by the all-reduce hook
+class Fsdp2(Sharded):
+    """A model under ``fully_shard``."""
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Call before each forward of an inner step.
+        """See ``Sharded``.
 
-        The replica axis is reduced once per inner step. So in synchronous training the
-        earlier micro-batches keep their gradients unsharded, as under ``no_sync`` (4 bytes
-        per parameter more for as long); in local steps each is reduce-scattered at once.
+        In synchronous training the earlier micro-batches keep their gradients unsharded, as
+        under ``no_sync`` (4 bytes per parameter more for as long), so that the replica axis is
+        reduced once; in local steps each is reduce-scattered at once.
         """
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_last or not self.mean_over_replicas)
 
 
-def shard_model(model: Llama, mesh: Mesh, *, compute_dtype: torch.dtype | None = None) -> Sharded:
-    """Shards ``model`` in place.
-
-    Args:
-        model: full weights on the CPU.
-        mesh: the shard axis holds the model, the replica axis stays outside.
-        compute_dtype: of forward and backward; None: as stored. Gradients are always
-            reduced, and parameters kept, in the stored dtype.
-    """
+def shard_with_fsdp2(
+    model: Llama,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+) -> Fsdp2:
+    """Shards ``model`` in place; see ``sharded.shard_model``."""
     plan = plan_units(model)
-    sharded = Sharded(model, unit_parameters(model, plan))
+    sharded = Fsdp2(model, unit_parameters(model, plan))
     model.to(mesh.device)
     stored = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=stored)
     shard_mesh = mesh.torch_mesh["shard"]
     for unit in plan:
         modules = [model.get_submodule(name) for name in unit.modules]
-        fully_shard(modules, mesh=shard_mesh, mp_policy=policy)
+        fully_shard(
+            modules,
+            mesh=shard_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+        )
         lead = modules[0]
         assert isinstance(lead, FSDPModule)
         # The setters are public, the base classes that they are annotated with are not.

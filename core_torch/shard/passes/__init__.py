@@ -1,0 +1,1 @@
+"""Passes over traced graphs: graph to graph, one idea each, every name in the graph itself."""
