@@ -62,7 +62,7 @@ def scan(args: Sequence[str], known: Mapping[str, Any]) -> Scanned:
 def _field(option: str, known: Mapping[str, Any]) -> tuple[str, bool]:
     """The dotted path that an option names, and whether it says no to a switch."""
     path = option.removeprefix("--").replace("-", "_")
-    path = SHORT.get(path, path)
+    path = path if path in known else SHORT.get(path, path)
     if path in known:
         return path, False
     section, dot, name = path.rpartition(".")

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from core_torch import __version__
 from core_torch.cli.arguments import known_kinds, scan, show_help, wants_help
 from core_torch.cli.options import (
+    BenchOptions,
     DemoOptions,
     DoctorOptions,
+    GraphOptions,
     ReportOptions,
     SampleOptions,
     TrainOptions,
@@ -67,6 +69,22 @@ COMMANDS = {
         1,
         1000,
         "core_torch.cli.report",
+    ),
+    "bench": Command(
+        "bench shard",
+        "Measures ways to shard a model side by side: time, memory, communication.",
+        (BenchOptions(),),
+        0,
+        1,
+        "core_torch.cli.bench",
+    ),
+    "graph": Command(
+        "graph",
+        "Models a step under SimpleFSDP before and after each pass, and draws it.",
+        (GraphOptions(),),
+        0,
+        0,
+        "core_torch.cli.graph",
     ),
     "doctor": Command(
         "doctor",

@@ -11,12 +11,13 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from core_torch.cli.events import Event, OnEvent, RankFailed, error_from
-from core_torch.cli.ranks import Rank, Team
+from core_torch.cli.ranks import Place, Rank, Team
 from core_torch.errors import EXIT_INTERRUPTED, PeerLost, TwinshardError
 
 GRACE_SECONDS = 3.0  # between asking a rank to end and making it end
@@ -50,6 +51,7 @@ def launch(
     module: str = "core_torch",
     silence_seconds: float | None = None,
     logs: Path | None = None,
+    places: Sequence[Place] = (),
 ) -> Any:
     """Runs a job on ``ranks`` processes and returns the result of rank 0.
 
@@ -60,6 +62,7 @@ def launch(
         module: started as ``python -m module _rank ...``.
         silence_seconds: longest time without an event from any rank.
         logs: existing folder that keeps the ranks' output; a temporary one if None.
+        places: where each rank runs, if not simply here.
 
     Raises:
         TwinshardError: the error of the rank that failed first; PeerLost if a rank was killed
@@ -68,7 +71,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="twinshard-") as name, _Signals() as signals:
         folder = Path(name)  # readable by its owner only
         (folder / "job.json").write_text(json.dumps(job))
-        team = Team(module, ranks, folder / "job.json", folder / "store", logs or folder)
+        team = Team(module, ranks, folder / "job.json", folder / "store", logs or folder, places)
         with _Launch(on_event, silence_seconds, signals) as running:
             for number in range(ranks):
                 running.add(Rank.start(team, number))

@@ -3,10 +3,13 @@
 ``train`` takes all of ``RunConfig`` besides its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from core_torch.config import METHODS, Problem
+from core_torch.bench.link import parse_network
+from core_torch.bench.plan import FEWEST_STEPS, SIZES, VARIANTS
+from core_torch.config import METHODS, ModelConfig, Problem
+from core_torch.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,3 +91,91 @@ class DoctorOptions:
         if 1 <= self.ranks <= 64:
             return []
         return [Problem("ranks", f"must lie in [1, 64], got {self.ranks}")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """What to measure, and how long."""
+
+    ranks: int = 2  # processes, one thread each
+    size: Literal["tiny", "small", "medium"] = "small"  # of the model; times of tiny say nothing
+    network: str = "loopback"  # between the ranks: loopback, or RATE,DELAY such as 1gbit,1ms
+    steps: int = FEWEST_STEPS  # timed ones in each launch
+    launches: int = 3  # results are medians over them
+    variants: str = ",".join(VARIANTS)  # which to compare, separated by commas
+    costs: str = ""  # JSON of measured costs: written if not there, else estimates come from it
+    json: str = ""  # also write the results to this file
+
+    @property
+    def chosen(self) -> list[str]:
+        """The variants, in the order given."""
+        return [name.strip() for name in self.variants.split(",") if name.strip()]
+
+    def validate(self) -> list[Problem]:
+        """Problems of these options."""
+        problems = []
+        lowest = {"ranks": 2, "steps": FEWEST_STEPS, "launches": 1}
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                problems.append(Problem(name, f"must be at least {low}, got {getattr(self, name)}"))
+        problems += _network_problems(self.network)
+        known = f"variants are {', '.join(VARIANTS)}"
+        if not self.chosen:
+            problems.append(Problem("variants", f"names none; {known}"))
+        if len(set(self.chosen)) < len(self.chosen):
+            problems.append(Problem("variants", "names one twice"))
+        strange = [name for name in self.chosen if name not in VARIANTS]
+        return problems + [Problem("variants", f"{name!r} is unknown; {known}") for name in strange]
+
+
+def _small() -> ModelConfig:
+    return SIZES["small"].model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphOptions:
+    """What to model, and where to draw it."""
+
+    model: ModelConfig = field(default_factory=_small)  # architecture
+    ranks: int = 2  # that share the model; none is started
+    batch: int = 2  # sequences per rank
+    sequence: int = 256  # tokens per sequence
+    network: str = "1gbit,1ms"  # between the ranks: loopback, or RATE,DELAY
+    wrap: Literal["none", "manual", "auto"] = "manual"  # which parameters share a collective
+    backend: Literal["inductor", "aot_eager"] = "inductor"  # fused kernels, or operator by operator
+    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing of blocks
+    memory_limit_mib: int = 0  # of a step besides the shards, for wrap auto; 0: no limit
+    gflops: float = 50.0  # 10^9 operations per second of a rank
+    gbytes: float = 10.0  # 10^9 bytes per second of its memory
+    out: str = ""  # write the timelines as a page; as one picture if the name ends in .svg
+    json: str = ""  # also write the results to this file
+
+    def validate(self) -> list[Problem]:
+        """Problems of these options; the model has its own."""
+        problems = []
+        for name in ("ranks", "batch", "sequence"):
+            if getattr(self, name) < 1:
+                problems.append(Problem(name, f"must be at least 1, got {getattr(self, name)}"))
+        for name in ("gflops", "gbytes"):
+            if not 0 < getattr(self, name) < float("inf"):
+                problems.append(Problem(name, f"must be above 0, got {getattr(self, name)}"))
+        if self.model.vocabulary < 1:
+            problems.append(Problem("model.vocabulary", "must be at least 1: there is no data"))
+        if self.sequence > self.model.context:
+            message = f"{self.sequence} exceeds model.context {self.model.context}"
+            problems.append(Problem("sequence", message))
+        if self.memory_limit_mib < 0:
+            message = f"must be at least 0, got {self.memory_limit_mib}"
+            problems.append(Problem("memory_limit_mib", message))
+        if self.memory_limit_mib > 0 and self.wrap != "auto":
+            message = f"{self.memory_limit_mib} limits what wrap auto plans; wrap is {self.wrap}"
+            problems.append(Problem("memory_limit_mib", message))
+        return problems + _network_problems(self.network)
+
+
+def _network_problems(text: str) -> list[Problem]:
+    try:
+        parse_network(text)
+    except ConfigError as error:
+        return [Problem("network", error.what.removeprefix("network: "))]
+    return []

@@ -10,13 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from core_torch.cli.events import Event, EventLines
 
 _ROOT = Path(__file__).parents[2]
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
+
+
+class Place(NamedTuple):
+    """Where one rank runs, if not like all others."""
+
+    prefix: Sequence[str] = ()  # words before its command, which they must end up running
+    environment: Mapping[str, str] = MappingProxyType({})  # added to its variables
 
 
 class Team(NamedTuple):
@@ -27,6 +36,7 @@ class Team(NamedTuple):
     job: Path  # JSON
     store: Path  # file through which the ranks find each other
     logs: Path  # folder of the ranks' output
+    places: Sequence[Place] = ()  # one per rank, or none
 
 
 class Rank:
@@ -49,16 +59,21 @@ class Rank:
         reader, writer = os.pipe()
         log = team.logs / f"rank-{number}.log"
         words = [team.job, team.store, number, team.ranks, writer]
+        place = team.places[number] if team.places else Place()
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", team.module, "_rank", *map(str, words)],
+                    [
+                        *place.prefix,
+                        *(sys.executable, "-m", team.module, "_rank"),
+                        *map(str, words),
+                    ],
                     stdin=subprocess.PIPE,  # never written; its end says that the parent is gone
                     stdout=output,
                     stderr=output,
                     pass_fds=[writer],
                     start_new_session=True,
-                    env=_environment(number, team.ranks),
+                    env={**_environment(number, team.ranks), **place.environment},
                 )
         except BaseException:
             os.close(reader)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 KINDS = {
     "train": "core_torch.cli.train_rank",
     "doctor": "core_torch.cli.doctor_rank",
+    "bench_shard": "core_torch.cli.bench_rank",
 }
 
 
