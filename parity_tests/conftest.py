@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parity_tests.checks.cells import COVERING, every_cell
+from parity_tests.checks.cells import COVERING, SIMPLE, every_cell, every_simple_cell
 from parity_tests.harness import jax_setup
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
@@ -24,10 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs a test that asks for a ``cell`` on each cell of the comparison."""
+    """Runs a test that asks for a ``cell`` or ``simple_cell`` on each cell of the comparison."""
     if "cell" in metafunc.fixturenames and not is_parametrized(metafunc, "cell"):
         chosen = every_cell() if metafunc.config.getoption("full") else COVERING
         metafunc.parametrize("cell", chosen, ids=str)
+    if "simple_cell" in metafunc.fixturenames:
+        chosen = every_simple_cell() if metafunc.config.getoption("full") else SIMPLE
+        metafunc.parametrize("simple_cell", chosen, ids=str)
 
 
 def is_parametrized(metafunc: pytest.Metafunc, name: str) -> bool:

@@ -5,13 +5,23 @@ import numpy as np
 import pytest
 
 from parity_tests.checks.cells import OPTIM, Cell
-from parity_tests.checks.ledger import UNEVEN, WHOLE, check_ledger, shipped
+from parity_tests.checks.ledger import (
+    UNEVEN,
+    UNEVEN_COMPILED,
+    UNEVEN_SIMPLE,
+    WHOLE,
+    WHOLE_SIMPLE,
+    check_ledger,
+    shipped,
+)
 from parity_tests.checks.reference_runs import Locked, separate_programs
 from parity_tests.harness.pool import RankPool
 from reference_jax import train as reference_train
 
 
-@pytest.mark.parametrize("cell", [UNEVEN, WHOLE], ids=str)
+@pytest.mark.parametrize(
+    "cell", [UNEVEN, WHOLE, UNEVEN_SIMPLE, UNEVEN_COMPILED, WHOLE_SIMPLE], ids=str
+)
 def test_a_step_and_a_round_send_as_many_bytes_over_replicas_as_compiled_hlo_says(
     pool: RankPool, cell: Cell
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from parity_tests.checks.cells import Cell
 from parity_tests.checks.faults import STORM, check_faults, check_spike
-from parity_tests.checks.ledger import UNEVEN, check_ledger
+from parity_tests.checks.ledger import UNEVEN, UNEVEN_SIMPLE, check_ledger
+from parity_tests.checks.simple_fsdp import PLACED, Placed, check_step
 from parity_tests.checks.training import check_forward, check_training
 from parity_tests.harness import mutants
 from parity_tests.harness.pool import RankPool
@@ -29,7 +30,15 @@ class Check(Protocol):
 MODEL = Cell(method="diloco", replicas=1, shards=4, dtype="float64", model="gqa")
 # Rounds after steps 4, 6 and, forced, 7.
 CALM = dataclasses.replace(STORM, model="tiny", steps=7, faults=())
+SIMPLE_FORWARD = dataclasses.replace(
+    MODEL, replicas=2, shards=2, model="odd", blocks=1, sharding="simple_fsdp"
+)
 ACCUMULATING = dataclasses.replace(MODEL, steps=3)
+
+
+def step_of(pool: RankPool, errors: ErrorTable, *, placed: Placed, how: str) -> None:
+    """One forward and backward under SimpleFSDP."""
+    check_step(pool, errors, placed, how)
 
 
 def ledger_of(pool: RankPool, errors: ErrorTable, *, cell: Cell) -> None:
@@ -44,6 +53,7 @@ accumulation = partial(check_training, cell=ACCUMULATING, locked=False)
 storm = partial(check_faults, locked=False)
 spike = partial(check_spike, locked=False)
 ledger = partial(ledger_of, cell=UNEVEN)
+ODD, TIED, _ = PLACED
 CHECKS: dict[str, Check] = {
     "forward": forward,
     "free": free,
@@ -52,6 +62,10 @@ CHECKS: dict[str, Check] = {
     "storm": storm,
     "spike": spike,
     "ledger": ledger,
+    "simple eager": partial(step_of, placed=ODD, how="eager"),
+    "simple tied": partial(step_of, placed=TIED, how="manual"),
+    "simple forward": partial(check_forward, cell=SIMPLE_FORWARD),
+    "simple ledger": partial(ledger_of, cell=UNEVEN_SIMPLE),
 }
 SEEN_BY: dict[str, tuple[str, ...]] = {
     "forward": (
@@ -115,6 +129,24 @@ SEEN_BY: dict[str, tuple[str, ...]] = {
     ),
     "ledger": ("local gradients averaged over replicas",),
     "spike": ("no spike test before the statistics are warm",),
+    "simple eager": (
+        "gradients of the shards summed",
+        "the plan of the model before",
+        "padding kept, rows cut",
+        "chunks packed by place, not by rank",
+        "rows of the other ranks not awaited",
+        "gathered again without its view",
+        "another parameter of that shape gathered again",
+        "kept for the backward in an eager model",
+    ),
+    "simple tied": (
+        "mean over the shards alone",
+        "one use of a tied weight dropped",
+        "kept for the backward in a graph",
+        "a collective for each parameter",
+    ),
+    "simple forward": ("synchronous gradients summed under SimpleFSDP",),
+    "simple ledger": ("local gradients averaged under SimpleFSDP",),
 }
 FORMULAS_ONLY = {"re-armed one flag late", "the mean counts the excluded"}
 CHOSEN = {
@@ -129,6 +161,8 @@ CHOSEN = {
     "weights not renormalised after exclusion",
     "no spike test before the statistics are warm",
     "local gradients averaged over replicas",
+    "gradients of the shards summed",
+    "one use of a tied weight dropped",
 }
 PAIRS = [(check, mutant) for check, names in SEEN_BY.items() for mutant in names]
 

@@ -2,7 +2,16 @@
 
 import itertools
 
-from parity_tests.checks.cells import COVERING, DTYPES, MESHES, METHODS, MODELS, OPTIM, Cell
+from parity_tests.checks.cells import (
+    COVERING,
+    DTYPES,
+    MESHES,
+    METHODS,
+    MODELS,
+    OPTIM,
+    SIMPLE,
+    Cell,
+)
 from parity_tests.checks.training import check_training
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
@@ -11,6 +20,17 @@ from parity_tests.harness.ulps import ErrorTable
 def test_sixteen_steps_agree_phase_by_phase_and_run_against_run(
     pool: RankPool, errors: ErrorTable, cell: Cell
 ) -> None:
+    run_and_compare(pool, errors, cell)
+
+
+def test_sixteen_steps_agree_under_simple_fsdp(
+    pool: RankPool, errors: ErrorTable, simple_cell: Cell
+) -> None:
+    run_and_compare(pool, errors, simple_cell)
+
+
+def run_and_compare(pool: RankPool, errors: ErrorTable, cell: Cell) -> None:
+    """The check, and that there was something to see."""
     run = check_training(pool, errors, cell)
     assert run.error is None and run.steps == 16
     assert len(run.events) == (0 if cell.method == "synchronous" else 4)
@@ -21,7 +41,15 @@ def test_sixteen_steps_agree_phase_by_phase_and_run_against_run(
 
 def test_the_cells_cover_every_pair_of_choices() -> None:
     axes = (METHODS, MESHES, DTYPES, tuple(MODELS))
-    chosen = [(c.method, (c.replicas, c.shards), c.dtype, c.model) for c in COVERING]
+    chosen = [(c.method, c.mesh, c.dtype, c.model) for c in COVERING]
     for i, j in itertools.combinations(range(4), 2):
         pairs = {(choice[i], choice[j]) for choice in chosen}
         assert pairs == set(itertools.product(axes[i], axes[j]))
+
+
+def test_simple_fsdp_meets_every_mesh_and_method_in_runs_that_are_traced_anyway() -> None:
+    shardings = {"simple_fsdp", "simple_fsdp_aot"}
+    met = {(cell.mesh, cell.sharding) for cell in SIMPLE}
+    assert met == set(itertools.product(MESHES[1:], shardings))
+    assert {cell.method for cell in SIMPLE} == set(METHODS)
+    assert {cell.on_one_shard for cell in SIMPLE} <= {cell.on_one_shard for cell in COVERING}

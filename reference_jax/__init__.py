@@ -1,8 +1,8 @@
 """The readable JAX reference: what training must compute, in flat chapters.
 
-Ten chapters, in reading order: mesh, model, data, fsdp, ledger, ddp, local_sgd, diloco, edit,
-train. Each opens with what you learn in it, its equations, and who communicates what, and
-``python -m reference_jax.<chapter>`` shows it in a few seconds on one CPU.
+Eleven chapters, in reading order: mesh, model, data, fsdp, ledger, ddp, local_sgd, diloco, edit,
+train, simple_fsdp. Each opens with what you learn in it, its equations, and who communicates
+what, and ``python -m reference_jax.<chapter>`` shows it in a few seconds on one CPU.
 
 They rest on four files of formulas, `adamw`, `schedules`, `sync/penalty` and `sync/outer`, which
 mirror the files of the same name in core_torch function by function. Nothing here imports

@@ -110,6 +110,7 @@ def gradients(
         state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
         loss = token_loss(state.model(inputs), targets) / accumulate
         torch.autograd.backward(loss)
+    state.sharded.finish_gradients()
     grads = {name: p.grad for name, p in state.model.named_parameters()}
     return shards_of({name: g for name, g in grads.items() if g is not None})
 

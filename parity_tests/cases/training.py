@@ -78,6 +78,7 @@ def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | No
             torch.autograd.backward(loss / accumulate)
             told.setdefault("logits", to_numpy(logits))
             losses.append(float(loss))
+        state.sharded.finish_gradients()
         told[phase], told["loss"] = gradients_of(state), sum(losses) / accumulate
         state.optimizer.zero_grad()
     return told

@@ -3,16 +3,19 @@
 Needs neither torch nor JAX. A cell is one choice of the four; ``COVERING`` holds every pair of
 choices at least once in 16 cells, ``every_cell`` the full product. Cells that differ in shards
 only take the same draws per replica and step, so one trace of the reference serves them all.
+So it does for ``SIMPLE``, six cells under SimpleFSDP whose runs are among those of ``COVERING``.
 """
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 Settings = tuple[tuple[str, Any], ...]  # a dictionary that can be hashed
 Fault = tuple[int, int, str, float]  # after this step, on this replica, parameter, value
+Sharding = Literal["fsdp2", "simple_fsdp", "simple_fsdp_aot"]  # the last: compiled, aot_eager
 
 METHODS = ("synchronous", "post_local_sgd", "diloco", "edit")
 MESHES = ((1, 1), (1, 4), (2, 2), (4, 1))
@@ -35,6 +38,11 @@ MODELS: dict[str, dict[str, Any]] = {
     # On 4 shards: wk and wv leave the last rank empty, everything else uneven.
     "odd": dict(layers=2, vocabulary=257, dim=18, heads=3, kv_heads=1, hidden=27),
     "tied": dict(layers=1, vocabulary=53, dim=16, heads=2, kv_heads=1, hidden=29, tied=True),
+}
+SHARD_CONFIG: dict[Sharding, dict[str, str]] = {
+    "fsdp2": {},
+    "simple_fsdp": {"method": "simple_fsdp"},
+    "simple_fsdp_aot": {"method": "simple_fsdp", "compile": "aot_eager"},
 }
 SEQUENCE, ROWS, DATA_SEED = 16, 4, 3  # rows: sequences per replica and micro-batch
 SEQUENCES = 150  # fewer than the draws of a run, so that epochs change
@@ -66,10 +74,22 @@ class Cell:
     compute: str = "same"
     penalty: Settings = PENALTY
     faults: tuple[Fault, ...] = ()
+    sharding: Sharding = "fsdp2"  # of the core; the reference needs no more than shards
 
     def __str__(self) -> str:
         mesh = f"{self.replicas}x{self.shards}"
-        return f"{self.method}-{mesh}-{self.dtype}-{self.model}"
+        how = "" if self.sharding == "fsdp2" else f"-{self.sharding}"
+        return f"{self.method}-{mesh}-{self.dtype}-{self.model}{how}"
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """Replicas, shards."""
+        return self.replicas, self.shards
+
+    @property
+    def on_one_shard(self) -> "Cell":
+        """The cell whose trace of the reference this one shares."""
+        return dataclasses.replace(self, shards=1, sharding="fsdp2")
 
     @property
     def layers(self) -> int:
@@ -112,11 +132,42 @@ COVERING = [
 ]
 
 
+def _simple(method: str, mesh: tuple[int, int], model: str, sharding: Sharding) -> Cell:
+    return Cell(
+        method=method,
+        replicas=mesh[0],
+        shards=mesh[1],
+        dtype=_dtype_of(mesh[0], model),
+        model=model,
+        sharding=sharding,
+    )
+
+
+SIMPLE = [
+    _simple("synchronous", (1, 4), "tied", "simple_fsdp"),
+    _simple("edit", (1, 4), "odd", "simple_fsdp_aot"),
+    _simple("edit", (2, 2), "gqa", "simple_fsdp"),
+    _simple("post_local_sgd", (2, 2), "tied", "simple_fsdp_aot"),
+    _simple("diloco", (4, 1), "tied", "simple_fsdp"),
+    _simple("synchronous", (4, 1), "gqa", "simple_fsdp_aot"),
+]
+
+
 def every_cell() -> list[Cell]:
     """The full product."""
     return [
         Cell(method=method, replicas=mesh[0], shards=mesh[1], dtype=dtype, model=model)
         for method, mesh, dtype, model in itertools.product(METHODS, MESHES, DTYPES, MODELS)
+    ]
+
+
+def every_simple_cell() -> list[Cell]:
+    """All methods, meshes of four ranks and both shardings, of the two models that are hardest."""
+    shardings: tuple[Sharding, ...] = ("simple_fsdp", "simple_fsdp_aot")
+    return [
+        dataclasses.replace(cell, sharding=sharding)
+        for cell, sharding in itertools.product(every_cell(), shardings)
+        if cell.dtype == "float64" and cell.model in ("odd", "tied") and cell.mesh != (1, 1)
     ]
 
 
@@ -132,6 +183,7 @@ def core_changes(cell: Cell) -> dict[str, Any]:
         "model": MODELS[cell.model] | {"layers": cell.layers, "context": SEQUENCE},
         "data": {"sequence": SEQUENCE, "batch": ROWS // cell.shards, "seed": DATA_SEED},
         "mesh": {"replicas": cell.replicas, "shards": cell.shards},
+        "shard": dict(SHARD_CONFIG[cell.sharding]),
         "optim": dict(OPTIM),
         "schedule": SCHEDULE | {"warmup_tokens": 3 * cell.tokens_per_step},
         "sync": sync,

@@ -33,6 +33,9 @@ from reference_jax.train import units_of
 # One block, because the shipped steps are compiled for these cells only.
 UNEVEN = Cell(method="edit", replicas=2, shards=2, dtype="float64", model="odd", blocks=1, steps=6)
 WHOLE = dataclasses.replace(UNEVEN, method="diloco", replicas=4, shards=1, model="tiny")
+UNEVEN_SIMPLE = dataclasses.replace(UNEVEN, sharding="simple_fsdp")
+UNEVEN_COMPILED = dataclasses.replace(UNEVEN, sharding="simple_fsdp_aot")
+WHOLE_SIMPLE = dataclasses.replace(WHOLE, sharding="simple_fsdp")
 REPLICA_OPS = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
 
 
@@ -45,9 +48,13 @@ class Programs(NamedTuple):
     replica_bytes: dict[str, dict[str, int]]  # program -> op -> bytes
 
 
-@functools.cache
 def shipped(cell: Cell) -> Programs:
-    """Compiles ``local_step``, ``warmup_step`` and the method's round as they are shipped."""
+    """What ``local_step``, ``warmup_step`` and the method's round send, compiled as shipped."""
+    return _shipped(dataclasses.replace(cell, sharding="fsdp2"))
+
+
+@functools.cache
+def _shipped(cell: Cell) -> Programs:
     locked = Locked(cell, cell.shards)
     config, mesh = locked.config, locked.mesh
     state = init_state(place(replicate(initial(cell), cell.replicas), mesh, axis=1), mesh)

@@ -6,7 +6,6 @@ else: half the compiling, and a phase can be run alone on the core's inputs. Tha
 steps give the same is a test of its own.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,8 +104,8 @@ def batch(cell: Cell, micro_step: int, shards: int) -> tuple[np.ndarray, np.ndar
 
 
 def trace(cell: Cell) -> Trace:
-    """The reference by itself, on one shard; shared by all cells that differ in shards."""
-    return _trace(dataclasses.replace(cell, shards=1))
+    """The reference by itself, on one shard; shared by all cells that differ in sharding."""
+    return _trace(cell.on_one_shard)
 
 
 @functools.cache

@@ -26,6 +26,10 @@ class Mutant(NamedTuple):
 PENALTY, OUTER = "core_torch.sync.penalty", "core_torch.sync.outer"
 ADAMW, SCHEDULES = "core_torch.adamw", "core_torch.schedules"
 LLAMA, FSDP2, TRAIN = "core_torch.models.llama", "core_torch.shard.fsdp2", "core_torch.train"
+OPERATORS, LAYOUT, PARAMETRISE, SIMPLE = (
+    f"core_torch.shard.{name}" for name in ("operators", "layout", "parametrise", "model")
+)
+JOINT, BUCKET = (f"core_torch.shard.passes.{name}" for name in ("joint", "bucket"))
 ROUND, ENGINE, TRIGGER = (f"core_torch.sync.{name}" for name in ("sync_round", "engine", "trigger"))
 
 MUTANTS: dict[str, Mutant] = {
@@ -164,6 +168,57 @@ MUTANTS: dict[str, Mutant] = {
         f"{TRAIN}:apply_gradients", "state.tokens + state.config.tokens_per_step", "state.tokens"
     ),
     "gains decay": Mutant(f"{TRAIN}:build_optimizer", ', "weight_decay": 0.0}', "}"),
+    # SimpleFSDP
+    "gradients of the shards summed": Mutant(
+        f"{OPERATORS}:mean_shards", "1.0 / (plan.shard.size * plan.replica.size)", "1.0"
+    ),
+    "mean over the shards alone": Mutant(
+        f"{OPERATORS}:mean_shards", "(plan.shard.size * plan.replica.size)", "plan.shard.size"
+    ),
+    "the plan of the model before": Mutant(
+        f"{OPERATORS}:plan_of", "_PLANS[number]", "_PLANS[number - 1]"
+    ),
+    "padding kept, rows cut": Mutant(
+        f"{LAYOUT}:unpack_gathered", "rows[: layout.shape[0]]", "rows[-layout.shape[0] :]"
+    ),
+    "chunks packed by place, not by rank": Mutant(
+        f"{LAYOUT}:pack_gradients", "layout.rows(rank)", "layout.rows(row)"
+    ),
+    "rows of the other ranks not awaited": Mutant(
+        "core_torch.collectives:PendingRows.wait",
+        "list(self.received)",
+        "list(torch.zeros_like(self.received))",
+    ),
+    "gathered again without its view": Mutant(
+        f"{PARAMETRISE}:Regather.__call__",
+        "full.as_strided(self.size, self.stride, self.offset)",
+        "full.reshape(self.size)",
+    ),
+    "another parameter of that shape gathered again": Mutant(
+        f"{PARAMETRISE}:Sharding.read",
+        "_Source(param, self, key)",
+        "_Source(_GATHERED.__dict__.setdefault(str(param.shape), param), self, key)",
+    ),
+    "kept for the backward in an eager model": Mutant(
+        f"{PARAMETRISE}:resharding", "not plan.reshard_after_forward", "True"
+    ),
+    "one use of a tied weight dropped": Mutant(
+        f"{JOINT}:merge_scatters",
+        "torch.ops.aten.add.Tensor, (a, b)",
+        "torch.ops.aten.mul.Tensor, (a, 1.0)",
+    ),
+    "kept for the backward in a graph": Mutant(
+        f"{JOINT}:tag_gathers", "MUST_RECOMPUTE if again", "MUST_SAVE if again"
+    ),
+    "a collective for each parameter": Mutant(
+        f"{BUCKET}:_groups", "home.get(parameter, parameter)", "parameter"
+    ),
+    "synchronous gradients summed under SimpleFSDP": Mutant(
+        f"{SIMPLE}:Simple.finish_gradients", "1.0 / axis.size", "1.0"
+    ),
+    "local gradients averaged under SimpleFSDP": Mutant(
+        f"{SIMPLE}:Simple.finish_gradients", "not self.mean_over_replicas or ", ""
+    ),
     # rounds
     "pseudo-gradient of the wrong sign": Mutant(f"{ROUND}:pseudo_gradient", "a - x", "x - a"),
     "norms of one shard": Mutant(

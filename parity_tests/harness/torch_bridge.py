@@ -58,17 +58,17 @@ def shard_of(x: Tensor) -> Shard:
     """This rank's part of ``x``; all of it if it is no DTensor, or replicated.
 
     Raises:
-        AssertionError: a layout other than rows over one axis, or not FSDP2's division.
+        AssertionError: a layout other than rows over the last axis, or not FSDP2's division.
     """
     if not isinstance(x, DTensor):
         return Shard(shape=tuple(x.shape), start=0, rows=to_numpy(x))
-    assert x.device_mesh.ndim == 1, x.device_mesh
-    (placement,) = x.placements
-    rows = to_numpy(x)
+    *others, placement = x.placements
+    assert all(other == Replicate() for other in others), x.placements
+    rows, last = to_numpy(x), x.device_mesh.ndim - 1
     if placement == Replicate():
         return Shard(shape=tuple(x.shape), start=0, rows=rows)
     assert placement == ShardedOn(0), placement
-    held = rows_of(x.shape[0], x.device_mesh.size(), x.device_mesh.get_local_rank())
+    held = rows_of(x.shape[0], x.device_mesh.size(last), x.device_mesh.get_local_rank(last))
     assert rows.shape == (len(held), *x.shape[1:]), (rows.shape, held, x.shape)
     return Shard(shape=tuple(x.shape), start=held.start, rows=rows)
 
