@@ -16,6 +16,7 @@ from core_torch.config import (
     RopeScaling,
     RunConfig,
     ScheduleConfig,
+    ShardConfig,
     SyncConfig,
     TrainConfig,
     all_problems,
@@ -95,6 +96,7 @@ BOUNDS: dict[str, list[tuple[Any, Any]]] = {
     "sync.penalty.temperature": [(0.0, 0.1)],
     "sync.penalty.max_norm": [(0.0, 0.1)],
     "sync.penalty.eps": [(0.0, 1e-12)],
+    "shard.memory_limit_mib": [(-1, 0)],
     "train.steps": [(0, 1)],
     "train.accumulate": [(0, 1)],
     "train.seed": [(-1, 0)],
@@ -152,6 +154,22 @@ def test_every_number_stands_in_the_table_of_bounds() -> None:
             RopeScaling(low_freq_factor=5.0),
             "high_freq_factor",
             "must exceed low_freq_factor 5.0, got 4.0",
+        ),
+        (
+            ShardConfig(compile="inductor"),
+            "compile",
+            "inductor needs shard.method simple_fsdp, got fsdp2",
+        ),
+        (ShardConfig(method="simple_fsdp", wrap="auto"), "wrap", "shard.compile is off"),
+        (
+            ShardConfig(method="simple_fsdp", compile="aot_eager", memory_limit_mib=5),
+            "memory_limit_mib",
+            "wrap is manual",
+        ),
+        (
+            ShardConfig(method="simple_fsdp", compile="aot_eager", costs="c.json"),
+            "costs",
+            "'c.json' is for wrap auto; wrap is manual",
         ),
         (DataConfig(tokenizer="bpe", bpe_vocabulary=256), "bpe_vocabulary", "at least 257"),
         (

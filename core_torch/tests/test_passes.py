@@ -369,7 +369,7 @@ def test_sorting_a_shuffled_graph_restores_its_dependencies_and_sorting_again_ch
     assert list(graph.nodes) == before, "what is in order stays"
 
 
-def test_an_order_that_breaks_a_dependency_or_leaves_a_node_out_is_refused() -> None:
+def test_an_order_that_leaves_a_node_out_is_refused_and_a_broken_one_found() -> None:
     graph = drawn(0).module.graph
     order = list(graph.nodes)
     with pytest.raises(AssertionError):
@@ -379,3 +379,4 @@ def test_an_order_that_breaks_a_dependency_or_leaves_a_node_out_is_refused() -> 
     order[at], order[source] = order[source], order[at]
     with pytest.raises(RuntimeError, match="before it has been defined"):
         place(graph, order)
+        graph.lint()
