@@ -58,6 +58,7 @@ RUNS: dict[str, How] = {
     "fsdp2": FSDP2,
     "eager": SIMPLE,
     **{name: SIMPLE | {"options": options} for name, options in PLANS.items()},
+    "regional": SIMPLE | {"regional": True},
     "inductor": SIMPLE | {"options": {"backend": "inductor"}},
     "fsdp2 on 4": FSDP2 | {"shards": 4},
     "eager on 4": SIMPLE | {"shards": 4},
@@ -97,6 +98,14 @@ def test_computing_in_bfloat16_gives_the_bits_of_fsdp2s_mixed_precision(
         ("all_gather", "bfloat16"),
         ("reduce_scatter", "float32"),
     }
+
+
+def test_blocks_can_be_compiled_by_themselves(told: Any) -> None:
+    run = told("regional", 3)
+    assert_same_training(run, told("fsdp2", 3))
+    # A block gathers as one what eager mode gathers parameter by parameter: 9 of them in each.
+    gathers = [d for d in map(tuple, run[0]["forward"]) if d[1] == "all_gather"]
+    assert len(gathers) == 3 + LAYERS
 
 
 def test_inductor_and_four_ranks_differ_from_fsdp2_by_rounding_only(

@@ -52,7 +52,7 @@ class Sharding:
         return self
 
     def read(self, module: nn.Module, key: str) -> Tensor:
-        """The full parameter; on the tensor-parallel mesh a DTensor again."""
+        """The full parameter (G2); on the tensor-parallel mesh a DTensor again."""
         param = module._parameters[key]
         assert isinstance(param, DTensor)
         full = gather(param.to_local(), self.plan.number, self.names[key])

@@ -7,8 +7,10 @@
 Parameters become DTensors that hold this rank's rows, under their plain names: state dicts,
 optimizers and checkpoints see nothing else. Reading one in a forward gathers it:
 
-    read(p) = gather(cast(rows of p))                       equation (1)
-    d loss / d rows of p = mean over ranks of this rank's rows of d loss / d read(p)   (2)
+    read(p) = gather(cast(rows of p))                                                (G2)
+    d loss / d rows of p = mean over ranks of this rank's rows of d loss / d read(p)   (G3)
+
+Equations (G1)..(G7) in docs/sharding/simple_fsdp.md.
 
 There is no hook, no stream and no state machine, so the whole is one graph for a compiler, and
 plain Python for a debugger. Where the paper's reading of a parameter is a DTensor

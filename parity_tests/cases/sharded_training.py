@@ -33,7 +33,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}  # eps: s
 
 # method: "simple_fsdp" or "fsdp2"; shards: ranks; tied; hidden: width; dtype: stored; compute:
 # dtype of forward and backward; recompute: of blocks; reshard: after the forward; options: of the
-# compiler, if any
+# compiler, if any; regional: each block compiled by itself
 How = dict[str, Any]
 Told = dict[str, Any]
 
@@ -80,6 +80,9 @@ def sharded(how: How, mesh: Mesh) -> tuple[Llama, Compilation | None]:
         reshard_after_forward=how.get("reshard", True),
         axes=(mesh.axis("pp"), mesh.shard),
     )
+    if how.get("regional", False):
+        for block in model.layers:
+            compile_model(block, compiler({}))
     options = how.get("options")
     return model, None if options is None else compile_model(model, compiler(options))
 
