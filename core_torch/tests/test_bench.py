@@ -144,7 +144,7 @@ def test_a_loss_that_differs_is_loud(
 ) -> None:
     rows = [row("fsdp2_eager"), row("other", loss=1.01), row("lost", loss=float("nan"))]
     assert unequal_losses(rows) == ["other", "lost"]
-    result = {"variants": rows, "network": {"kind": "loopback"}}
+    result = {"variants": rows, "estimates": [], "network": {"kind": "loopback"}}
     monkeypatch.setattr(bench, "compare", lambda *args: result)
     assert main(["bench", "shard"]) == 1
     assert "loss differs: other, lost" in capsys.readouterr().out
