@@ -192,7 +192,7 @@ def gather_json(value: Any, *, device: torch.device) -> list[Any]:
     return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 
 
-class _Allocate:
+class PlainBuffers:
     """FSDP2 asks its communication object for buffers; plain ones do."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -200,7 +200,7 @@ class _Allocate:
 
 
 @dataclass(frozen=True, slots=True)
-class CountedAllGather(_Allocate):
+class CountedAllGather(PlainBuffers):
     """FSDP2's parameter all-gather, entered in the axis' ledger."""
 
     axis: Axis
@@ -219,7 +219,7 @@ class CountedAllGather(_Allocate):
 
 
 @dataclass(frozen=True, slots=True)
-class CountedReduceScatter(_Allocate):
+class CountedReduceScatter(PlainBuffers):
     """FSDP2's gradient reduce-scatter, entered in the axis' ledger."""
 
     axis: Axis

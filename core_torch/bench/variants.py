@@ -5,7 +5,7 @@ A builder takes an ``Objective`` with full weights and the mesh and returns the 
 compiler sees all of the forward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from core_torch.collectives import PlainBuffers
 from core_torch.config import ModelConfig
 from core_torch.mesh import Mesh
 from core_torch.models.build import init_weights
@@ -136,15 +137,8 @@ def _fully_shard(model: Objective, mesh: Mesh) -> list[FSDPModule]:
     return leads
 
 
-class _Allocate:
-    """FSDP2 asks its communication object for buffers; plain ones do."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
 @dataclass(frozen=True, slots=True)
-class AsynchronousAllGather(_Allocate):
+class AsynchronousAllGather(PlainBuffers):
     """Never waits where it starts: without CUDA streams this alone makes a prefetch overlap."""
 
     def __call__(
@@ -159,7 +153,7 @@ class AsynchronousAllGather(_Allocate):
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeAndSum(_Allocate):
+class ExchangeAndSum(PlainBuffers):
     """A reduce-scatter that sends each gradient once; gloo's own is an all-reduce inside."""
 
     def __call__(

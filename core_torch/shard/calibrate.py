@@ -7,13 +7,14 @@ before a model is fitted to them.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core_torch.collectives import Axis, rows_sent, start_all_gather, start_reduce_scatter
+from core_torch.collectives import Axis, Ledger, rows_sent, start_all_gather, start_reduce_scatter
 from core_torch.shard.compile import Compilation
 from core_torch.shard.cost import ComputeSample, Costs, LinkSample, fit, wire_bytes
 
@@ -75,7 +76,7 @@ def link_samples(axis: Axis, device: torch.device) -> list[LinkSample]:
     """Gathers and scatters of several sizes, each alone on the link; none in the ledger's way."""
     if axis.size == 1:
         return [LinkSample(n, 1e-6 + n * 1e-12) for n in PAYLOADS]
-    quiet = Axis(axis.name, axis.group, axis.size, axis.index, type(axis.ledger)())
+    quiet = replace(axis, ledger=Ledger())
     samples = []
     for payload in PAYLOADS:
         part = torch.zeros(payload // 4 // axis.size, device=device)

@@ -51,14 +51,7 @@ class Compilation:
     carried: dict[int, int] = field(default_factory=dict)  # see schedule.Graphs
     segments: SegmentCompiler = field(default_factory=SegmentCompiler)
     seconds: float = 0.0  # spent in passes and kernels, tracing apart
-    keep_graphs: bool = False  # set it before the first forward
-    graphs: dict[str, GraphModule] = field(default_factory=dict)  # before the passes
     timings: dict[str, list[list[float]]] | None = None  # {}: time every instruction from now on
-
-    @property
-    def has_backward(self) -> bool:
-        """True once forward and backward of a training step are there."""
-        return any(program.name == "backward" for program in self.programs)
 
     def program(self, name: str) -> Program:
         """The first "forward" or "backward"."""
@@ -136,8 +129,6 @@ class _Backend:
     def _compiler(self, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             began, result = time.perf_counter(), self._result
-            if result.keep_graphs:
-                result.graphs[name] = GraphModule(module, module.graph.__deepcopy__())
             segments = result.segments if result.options.backend == "inductor" else None
             donated = donated_inputs() if name == "backward" else []
             program = scheduled(module, name, result.buckets, result.options, segments, donated)

@@ -94,10 +94,16 @@ class Costs:
         measured = self.profile.get(profile_key(program, instruction))
         if measured is not None:
             return measured
+        return self.compute_seconds(
+            instruction.flops, instruction.touched_bytes, instruction.operators
+        )
+
+    def compute_seconds(self, flops: float, touched_bytes: float, operators: float) -> float:
+        """Seconds of work that no profile knows; the formula at the top of this file."""
         return (
-            instruction.flops / self.flops_per_second
-            + instruction.touched_bytes / self.bytes_per_second
-            + instruction.operators * self.seconds_per_operator
+            flops / self.flops_per_second
+            + touched_bytes / self.bytes_per_second
+            + operators * self.seconds_per_operator
         )
 
     def link_seconds(self, op: Op, payload_bytes: float, ranks: int) -> float:

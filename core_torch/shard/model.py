@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from core_torch.collectives import start_psum
 from core_torch.config import ShardConfig
@@ -15,8 +14,7 @@ from core_torch.shard.base import Sharded
 from core_torch.shard.compile import Compilation, compile_model
 from core_torch.shard.cost import Costs, read_costs
 from core_torch.shard.fsdp2 import shard_with_fsdp2
-from core_torch.shard.layout import pack_shards
-from core_torch.shard.operators import ShardPlan
+from core_torch.shard.layout import pack_shards, unpack_shards
 from core_torch.shard.recompute import recompute_activations
 from core_torch.shard.schedule import CompileOptions
 from core_torch.shard.simple_fsdp import Precision, plan_of_module, simple_fsdp
@@ -48,15 +46,12 @@ class Simple(Sharded):
             shards = [local_shard(grad) for grad in grads]
             layouts = [plan.layouts[name] for name in names]
             flat = pack_shards(shards, layouts, shards[0].dtype)  # padded, as FSDP2's are
-            flights.append((start_psum(flat, axis, scope=unit), shards, names))
-        for pending, shards, names in flights:
-            _unpack_into(shards, pending.wait() * (1.0 / axis.size), plan, names)
-
-
-def _unpack_into(shards: list[Tensor], flat: Tensor, plan: ShardPlan, names: list[str]) -> None:
-    parts = flat.split([plan.layouts[name].chunk_numel for name in names])
-    for shard, part in zip(shards, parts, strict=True):
-        shard.copy_(part[: shard.numel()].view(shard.shape))
+            flights.append((start_psum(flat, axis, scope=unit), shards, layouts))
+        for pending, shards, layouts in flights:
+            mean = pending.wait() * (1.0 / axis.size)
+            means = unpack_shards(mean, layouts, plan.shard.index)
+            for shard, part in zip(shards, means, strict=True):
+                shard.copy_(part)
 
 
 def shard_model(

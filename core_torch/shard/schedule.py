@@ -14,7 +14,7 @@ from core_torch.shard.flops import Work, work_of
 from core_torch.shard.lower import CompileSegment, Run, lower
 from core_torch.shard.operators import gather, plan_of, scatter
 from core_torch.shard.passes.bucket import bucket
-from core_torch.shard.passes.nodes import Parameter, nodes_of, parameter_of
+from core_torch.shard.passes.nodes import Parameter, nodes_of, parameter_of, unit_of
 from core_torch.shard.passes.reorder import reorder
 from core_torch.shard.plan import best, check_plan
 from core_torch.shard.program import Program
@@ -117,11 +117,9 @@ def _chosen(
     graphs: Graphs, parameters: list[Parameter], options: CompileOptions
 ) -> list[list[Parameter]]:
     """The best of all candidates by the timeline of their real programs."""
-    problem, costs, limit = problem_of(graphs, parameters, options), options.costs, None
-    if options.memory_limit_bytes is not None:
-        limit = options.memory_limit_bytes
+    problem, limit = problem_of(graphs, parameters, options), options.memory_limit_bytes
     by_name = {_full_name(p): p for p in parameters}
-    plans = candidates(problem, costs, memory_limit=limit)[:_MOST_SCORED]
+    plans = candidates(problem, options.costs, memory_limit=limit)[:_MOST_SCORED]
     manual = [[_full_name(p) for p in unit] for unit in _by_units(parameters)]
     if manual not in plans:
         plans.append(manual)
@@ -139,32 +137,28 @@ def problem_of(graphs: Graphs, parameters: list[Parameter], options: CompileOpti
     fused = options.backend == "inductor"
     forward = _work_before(graphs.forward.graph, gather, fused=fused)
     backward = _work_before(graphs.backward.graph, scatter, fused=fused)
-    needs, seconds = [], options.costs
+    needs = []
     for parameter in parameters:
         plan = plan_of(parameter.plan)
         layout = plan.layouts[parameter.name]
         numel = layout.chunk_numel * layout.shards
         size = _itemsize(graphs.forward.graph, parameter)
         has_gradient = parameter in backward
-        [unit] = [u for u, held in plan.units.items() if parameter.name in held]
+        unit = unit_of(parameter)
         needs.append(Need(_full_name(parameter), unit, numel * size, numel * size * has_gradient))
     activations = _saved_bytes(graphs)
-    nothing = Work()
+    live = tuple(activations * (i + 1) // len(needs) for i in range(len(needs)))
+
+    def seconds(work: dict[Parameter, Work]) -> tuple[float, ...]:
+        return tuple(options.costs.compute_seconds(*work.get(p, Work())) for p in parameters)
+
     return Problem(
         needs=tuple(needs),
-        forward_seconds=tuple(_seconds(forward.get(p, nothing), seconds) for p in parameters),
-        backward_seconds=tuple(_seconds(backward.get(p, nothing), seconds) for p in parameters),
-        forward_bytes=tuple(activations * (i + 1) // len(needs) for i in range(len(needs))),
-        backward_bytes=tuple(activations * (i + 1) // len(needs) for i in range(len(needs))),
+        forward_seconds=seconds(forward),
+        backward_seconds=seconds(backward),
+        forward_bytes=live,
+        backward_bytes=live,
         ranks=plan_of(parameters[0].plan).shard.size,
-    )
-
-
-def _seconds(work: Work, costs: Costs) -> float:
-    return (
-        work.flops / costs.flops_per_second
-        + work.touched_bytes / costs.bytes_per_second
-        + work.operators * costs.seconds_per_operator
     )
 
 
@@ -199,8 +193,7 @@ def _parameters(graphs: Graphs) -> list[Parameter]:
 def _by_units(parameters: list[Parameter]) -> list[list[Parameter]]:
     groups: dict[tuple[int, str], list[Parameter]] = {}
     for p in parameters:
-        [unit] = [u for u, held in plan_of(p.plan).units.items() if p.name in held]
-        groups.setdefault((p.plan, unit), []).append(p)
+        groups.setdefault((p.plan, unit_of(p)), []).append(p)
     return list(groups.values())
 
 

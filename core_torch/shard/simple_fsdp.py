@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from core_torch.collectives import Axis, Ledger
 from core_torch.errors import ConfigError
-from core_torch.shard.access import rows_of_shard
 from core_torch.shard.compat import StridedShard
 from core_torch.shard.layout import Layout
 from core_torch.shard.operators import ShardPlan
@@ -213,7 +212,7 @@ def _distribute(
     last: Placement = Replicate() if layout.shards == 1 else Shard(0)
     placements = [*[Replicate()] * (mesh.ndim - 1), last]
     if layout.shards > 1:
-        start, count = rows_of_shard(local.shape[0], shard.size, shard.index)
+        start, count = layout.rows(shard.index)
         local = local[start : start + count].clone()
     if isinstance(param, DTensor):
         if joined_mesh is None:

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from core_torch.shard.operators import gather, plan_of, scatter
-from core_torch.shard.passes.nodes import Parameter, nodes_of, parameter_of
+from core_torch.shard.passes.nodes import Parameter, nodes_of, parameter_of, unit_of
 
 _NO_REGION = 1 << 20  # activation checkpointing numbers its regions from 0
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
@@ -79,13 +79,12 @@ def tag_gathers(graph: Graph, *, keep_last_unit: bool) -> None:
     gathers = nodes_of(graph, gather)
     if not gathers:
         return
-    last = gathers[-1]
-    last_plan = plan_of(parameter_of(last).plan)
-    [kept] = [u for u in last_plan.units.values() if parameter_of(last).name in u]
+    last = parameter_of(gathers[-1])
+    kept = plan_of(last.plan).units[unit_of(last)]
     for node in gathers:
         number, name = parameter_of(node)
         again = plan_of(number).reshard_after_forward
-        if keep_last_unit and number == last_plan.number and name in kept:
+        if keep_last_unit and number == last.plan and name in kept:
             again = False
         policy = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
         node.meta["recompute"] = policy

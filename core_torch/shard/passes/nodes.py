@@ -78,6 +78,13 @@ def parameter_of(node: Node) -> Parameter:
     return Parameter(plan, name)
 
 
+def unit_of(parameter: Parameter) -> str:
+    """Name of the unit that a parameter belongs to."""
+    units = plan_of(parameter.plan).units
+    [name] = [unit for unit, held in units.items() if parameter.name in held]
+    return name
+
+
 def source_of(node: Node) -> Node:
     """The node's first argument."""
     source = node.args[0]
