@@ -192,6 +192,28 @@ def gather_json(value: Any, *, device: torch.device) -> list[Any]:
     return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 
 
+@dataclass(slots=True)
+class Fence:
+    """Parameters that were written on one CUDA stream and are about to be read on another.
+
+    FSDP2 copies a unit's rows on a stream of its own, which waits for the optimizer but not for
+    what is written during a forward. On a CPU there is nothing to wait for.
+    """
+
+    written: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """Call on the stream that has written."""
+        if torch.cuda.is_initialized():
+            self.written = torch.cuda.Event()
+            self.written.record()
+
+    def wait(self) -> None:
+        """Call on the stream that reads."""
+        if self.written is not None:
+            torch.cuda.current_stream().wait_event(self.written)
+
+
 class PlainBuffers:
     """FSDP2 asks its communication object for buffers; plain ones do."""
 
@@ -205,6 +227,12 @@ class CountedAllGather(PlainBuffers):
 
     axis: Axis
     scope: str
+    fence: Fence = field(default_factory=Fence)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of a gather; FSDP2 asks for it on the stream that then reads the rows."""
+        self.fence.wait()
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -6,32 +6,44 @@ dataclasses) or built in Python. ``validate`` returns all problems of one config
 raises those of a whole run together.
 """
 
-import math
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from core_torch.config_base import Problem, above, at_least
+from core_torch.config_sync import (
+    METHODS,
+    Co2Config,
+    OuterConfig,
+    PenaltyConfig,
+    StreamingConfig,
+    SyncConfig,
+    TimedConfig,
+)
 from core_torch.errors import ConfigError
 
-
-class Problem(NamedTuple):
-    """One thing that cannot work: the field's dotted path and a sentence with the value."""
-
-    path: str
-    message: str
-
-
-def _at_least(low: float, config: Any, *names: str) -> list[Problem]:
-    """Problems of the named numeric fields that are below ``low``, infinite or NaN."""
-    values = {name: getattr(config, name) for name in names}
-    wrong = {name: v for name, v in values.items() if not low <= v < math.inf}
-    return [Problem(name, f"must be at least {low}, got {v}") for name, v in wrong.items()]
-
-
-def _above(low: float, config: Any, *names: str) -> list[Problem]:
-    """Problems of the named numeric fields that are not above ``low``, or infinite or NaN."""
-    values = {name: getattr(config, name) for name in names}
-    wrong = {name: v for name, v in values.items() if not low < v < math.inf}
-    return [Problem(name, f"must be above {low}, got {v}") for name, v in wrong.items()]
+__all__ = [
+    "METHODS",
+    "CheckpointConfig",
+    "Co2Config",
+    "DataConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OuterConfig",
+    "PenaltyConfig",
+    "Problem",
+    "RopeScaling",
+    "RunConfig",
+    "ScheduleConfig",
+    "ShardConfig",
+    "StreamingConfig",
+    "SyncConfig",
+    "TimedConfig",
+    "TrainConfig",
+    "all_problems",
+    "check",
+    "problems_error",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +56,8 @@ class RopeScaling:
     original_context: int = 8192  # tokens
 
     def validate(self) -> list[Problem]:
-        problems = _at_least(1, self, "factor", "original_context")
-        problems += _above(0, self, "low_freq_factor")
+        problems = at_least(1, self, "factor", "original_context")
+        problems += above(0, self, "low_freq_factor")
         if not self.high_freq_factor > self.low_freq_factor:
             message = f"must exceed low_freq_factor {self.low_freq_factor}"
             problems.append(Problem("high_freq_factor", f"{message}, got {self.high_freq_factor}"))
@@ -70,9 +82,9 @@ class ModelConfig:
     init_std: float = 0.02  # standard deviation of initial matrices
 
     def validate(self) -> list[Problem]:
-        problems = _at_least(1, self, "dim", "layers", "heads", "kv_heads", "hidden", "context")
-        problems += _at_least(0, self, "vocabulary", "init_std")
-        problems += _above(0, self, "norm_eps", "rope_theta")
+        problems = at_least(1, self, "dim", "layers", "heads", "kv_heads", "hidden", "context")
+        problems += at_least(0, self, "vocabulary", "init_std")
+        problems += above(0, self, "norm_eps", "rope_theta")
         if problems:
             return problems
         if self.dim % self.heads:
@@ -101,8 +113,8 @@ class DataConfig:
     seed: int = 0  # order of the sequences
 
     def validate(self) -> list[Problem]:
-        problems = _at_least(1, self, "sequence", "batch") + _above(0, self, "held_out")
-        problems += _at_least(0, self, "seed")
+        problems = at_least(1, self, "sequence", "batch") + above(0, self, "held_out")
+        problems += at_least(0, self, "seed")
         if self.held_out > 0.5:
             problems.append(Problem("held_out", f"must be at most 0.5, got {self.held_out}"))
         if self.tokenizer == "bpe" and self.bpe_vocabulary < 257:
@@ -127,7 +139,7 @@ class MeshConfig:
         return self.replicas * self.shards
 
     def validate(self) -> list[Problem]:
-        return _at_least(1, self, "replicas", "shards") + _above(0, self, "deadline_seconds")
+        return at_least(1, self, "replicas", "shards") + above(0, self, "deadline_seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,12 +150,16 @@ class ShardConfig:
     compile: Literal["off", "aot_eager", "inductor"] = "off"  # one graph; off: eager
     wrap: Literal["none", "manual", "auto"] = "manual"  # which parameters share a collective
     reshard_after_forward: bool = True  # free gathered parameters until the backward
+    forward_prefetch: int = 0  # units that fsdp2 gathers before their turn; 0: as torch does
     recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing of blocks
     memory_limit_mib: int = 0  # of a step, for wrap auto; 0: no limit
     costs: str = ""  # JSON of ``bench shard --costs``, for wrap auto; empty: typical ones
 
     def validate(self) -> list[Problem]:
-        problems = _at_least(0, self, "memory_limit_mib")
+        problems = at_least(0, self, "memory_limit_mib", "forward_prefetch")
+        if self.forward_prefetch and self.method != "fsdp2":
+            message = f"{self.forward_prefetch} is for fsdp2; shard.method is {self.method}"
+            problems.append(Problem("forward_prefetch", message))
         if self.compile != "off" and self.method != "simple_fsdp":
             message = f"{self.compile} needs shard.method simple_fsdp, got {self.method}"
             problems.append(Problem("compile", message))
@@ -171,7 +187,7 @@ class OptimConfig:
     max_norm: float = 1.0  # clips the replica's own gradient norm; 0 is off
 
     def validate(self) -> list[Problem]:
-        problems = _above(0, self, "lr", "eps") + _at_least(0, self, "weight_decay", "max_norm")
+        problems = above(0, self, "lr", "eps") + at_least(0, self, "weight_decay", "max_norm")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -190,89 +206,14 @@ class ScheduleConfig:
     decay_share: float = 0.2  # last part on which "wsd" falls
 
     def validate(self) -> list[Problem]:
-        problems = _at_least(0, self, "warmup_tokens", "total_tokens", "final_ratio")
-        problems += _above(0, self, "decay_share")
+        problems = at_least(0, self, "warmup_tokens", "total_tokens", "final_ratio")
+        problems += above(0, self, "decay_share")
         for name in ("final_ratio", "decay_share"):
             if getattr(self, name) > 1:
                 problems.append(Problem(name, f"must be at most 1, got {getattr(self, name)}"))
         if self.total_tokens and self.total_tokens < self.warmup_tokens:
             message = f"ends before the warm-up of {self.warmup_tokens} tokens does"
             problems.append(Problem("total_tokens", f"{self.total_tokens} {message}"))
-        return problems
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OuterConfig:
-    """The outer optimizer. Unset fields take the method's default."""
-
-    lr: float | None = None  # diloco 0.7, edit 0.8
-    momentum: float | None = None  # diloco 0.9, edit 0.85
-
-    def validate(self) -> list[Problem]:
-        problems = []
-        if self.lr is not None and not self.lr > 0:
-            problems.append(Problem("lr", f"must be above 0, got {self.lr}"))
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            problems.append(Problem("momentum", f"must lie in [0, 1), got {self.momentum}"))
-        return problems
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PenaltyConfig:
-    """EDiT's pseudo-gradient penalty. Norms are L2, in parameter units, one per unit."""
-
-    exclude: bool = True  # leave anomalous replicas out
-    weigh: bool = True  # softmax(-norm / T) instead of equal weights
-    clip: bool = True  # cap the combined pseudo-gradient
-    z_threshold: float = 3.0  # standard deviations above a replica's own mean
-    ema_alpha: float = 0.02  # smallest weight of a new norm in mean and variance
-    warmup_rounds: int = 20  # accepted rounds before z_threshold applies; at least 10
-    spike_ratio: float = 100.0  # before that: multiple of the median, from 3 replicas on
-    rearm_after: int = 3  # flags in a row after which a new regime is accepted
-    temperature: float = 1.0  # T, see temperature_unit
-    temperature_unit: Literal["parameter", "median"] = "parameter"  # median: free of scale
-    max_norm: float = 10.0  # clip threshold
-    eps: float = 1e-6  # keeps divisions finite
-
-    def validate(self) -> list[Problem]:
-        problems = _above(0, self, "z_threshold", "temperature", "max_norm", "eps")
-        problems += _above(1, self, "spike_ratio") + _at_least(1, self, "rearm_after")
-        problems += _at_least(10, self, "warmup_rounds")
-        if not 0 < self.ema_alpha <= 1:
-            problems.append(Problem("ema_alpha", f"must lie in (0, 1], got {self.ema_alpha}"))
-        return problems
-
-
-METHODS = ("synchronous", "post_local_sgd", "diloco", "edit")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncConfig:
-    """How replicas stay together."""
-
-    method: Literal["synchronous", "post_local_sgd", "diloco", "edit"] = "edit"  # a table row
-    every: int | str = 128  # inner steps between rounds
-    warmup: int = 0  # synchronous inner steps at the start
-    prefetch_units: int = 2  # exchanges in flight at once
-    outer: OuterConfig = field(default_factory=OuterConfig)  # outer optimizer
-    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)  # only for edit
-
-    def validate(self) -> list[Problem]:
-        problems = _at_least(0, self, "warmup") + _at_least(1, self, "prefetch_units")
-        if isinstance(self.every, str):
-            message = f"{self.method} counts inner steps, e.g. 128; got {self.every!r}"
-            problems.append(Problem("every", message))
-        else:
-            problems += _at_least(1, self, "every")
-        if self.method == "synchronous" and self.warmup:
-            message = f"synchronous has no rounds to warm up for, got {self.warmup}"
-            problems.append(Problem("warmup", message))
-        if self.method != "edit" and self.penalty != PenaltyConfig():
-            message = f"{self.method} has no penalty; only edit has"
-            problems.append(Problem("penalty", message))
-        if self.method in ("synchronous", "post_local_sgd") and self.outer != OuterConfig():
-            message = f"{self.method} has no outer optimizer; diloco and edit have"
-            problems.append(Problem("outer", message))
         return problems
 
 
@@ -289,8 +230,8 @@ class TrainConfig:
     evaluate_sequences: int = 64  # held-out sequences, at most what there is
 
     def validate(self) -> list[Problem]:
-        problems = _at_least(1, self, "steps", "accumulate", "evaluate_sequences")
-        problems += _at_least(0, self, "seed", "evaluate_every")
+        problems = at_least(1, self, "steps", "accumulate", "evaluate_sequences")
+        problems += at_least(0, self, "seed", "evaluate_every")
         if self.dtype == "float64" and self.compute != "same":
             problems.append(Problem("compute", "float64 runs compute in float64 only"))
         return problems
@@ -304,7 +245,7 @@ class CheckpointConfig:
     keep: int = 2  # newest commits that stay
 
     def validate(self) -> list[Problem]:
-        return _at_least(0, self, "every") + _at_least(2, self, "keep")
+        return at_least(0, self, "every") + at_least(2, self, "keep")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,6 +125,43 @@ def build_mesh(config: MeshConfig, device: torch.device) -> Mesh:
     return Mesh(torch_mesh, axes, own, device, ledger)
 
 
+def mesh_of(torch_mesh: DeviceMesh, *, deadline_seconds: float = 600.0) -> Mesh:
+    """The mesh of somebody's own training loop, with groups of its own for sync rounds.
+
+    All ranks of ``torch_mesh`` must call this together.
+
+    Args:
+        torch_mesh: with a dimension "replica"; "shard" is of size 1 if it is absent. Others,
+            like "tp", are left alone.
+        deadline_seconds: longest wait for another rank in a sync round.
+
+    Raises:
+        ConfigError: there is no dimension "replica".
+    """
+    names = torch_mesh.mesh_dim_names or ()
+    if "replica" not in names:
+        raise ConfigError(
+            f"the mesh has the dimensions {names or 'without names'}; sync rounds need 'replica'",
+            next='mesh_dim_names=("replica", "shard") in init_device_mesh',
+        )
+    ledger, deadline = Ledger(), timedelta(seconds=deadline_seconds)
+
+    def axis(name: str) -> Axis:
+        if name not in names:
+            return Axis(name, None, 1, 0, ledger)
+        ranks = dist.get_process_group_ranks(torch_mesh[name].get_group())
+        group = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)
+        index = torch_mesh.get_local_rank(name)
+        return Axis(name, group, len(ranks), index, ledger)
+
+    axes = {name: axis(name) for name in ("replica", "shard")}
+    kind = torch_mesh.device_type
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    return Mesh(torch_mesh, axes, axes["shard"], device, ledger)
+
+
 @contextmanager
 def joined(config: MeshConfig, info: RankInfo, init_method: str | None) -> Iterator[Mesh]:
     """Joins the other ranks, yields the mesh, leaves on exit.

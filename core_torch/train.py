@@ -31,13 +31,12 @@ from core_torch.schedules import learning_rate
 from core_torch.shard.access import local_shard
 from core_torch.shard.base import Sharded
 from core_torch.shard.model import shard_model
+from core_torch.sync.build import build_engine
 from core_torch.sync.engine import LocalSGD
-from core_torch.sync.events import RoundEvent
-from core_torch.sync.methods import METHODS, rules_of
+from core_torch.sync.events import RoundEvent, refuse_non_finite
 from core_torch.sync.penalty import clip_coefficient
 from core_torch.sync.sync_round import sum_of_squares
-from core_torch.sync.trigger import StepTrigger
-from core_torch.sync.units import sync_units
+from core_torch.sync.trigger import Clock
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -75,12 +74,40 @@ class TrainState:
     sharded: Sharded
     optimizer: AdamW
     sync: LocalSGD | None  # None: synchronous training
-    step: int = 0  # completed inner steps
-    tokens: int = 0  # seen by all replicas together
+    step: int = 0  # completed inner steps of this replica
+    tokens: int = 0  # seen by all replicas together; between timed rounds an estimate
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens of all replicas at the end of the run."""
+        return self.config.train.steps * self.config.tokens_per_step
+
+    @property
+    def is_done(self) -> bool:
+        """True when the run has its steps; if replicas' steps differ, its tokens."""
+        if self.sync is not None and self.sync.is_timed and self.sync.state is not None:
+            return self.sync.votes.agreed_tokens >= self.planned_tokens
+        return self.step >= self.config.train.steps
+
+    @property
+    def common_step(self) -> int:
+        """A step count on which all ranks agree, for the name of a commit."""
+        if self.sync is not None and self.sync.is_timed and self.sync.state is not None:
+            return self.sync.votes.agreed_tokens // self.config.tokens_per_step
+        return self.step
 
 
-def build(config: RunConfig, mesh: Mesh, corpus: Corpus) -> TrainState:
-    """Builds model, shards, optimizer and engine for ``config`` on this rank."""
+def build(
+    config: RunConfig, mesh: Mesh, corpus: Corpus, *, clock: Clock = time.monotonic_ns
+) -> TrainState:
+    """Builds model, shards, optimizer and engine for ``config`` on this rank.
+
+    Args:
+        config: of the run.
+        mesh: joined.
+        corpus: prepared.
+        clock: of time triggers, in nanoseconds.
+    """
     model = build_model(
         config.model,
         config.model.vocabulary or corpus.tokenizer.vocabulary,
@@ -91,15 +118,11 @@ def build(config: RunConfig, mesh: Mesh, corpus: Corpus) -> TrainState:
     compute_dtype = None if compute == "same" else DTYPES[compute]
     sharded = shard_model(model, mesh, config.shard, compute_dtype=compute_dtype)
     optimizer = build_optimizer(model, config)
-    return TrainState(
-        config,
-        mesh,
-        corpus,
-        model,
-        sharded,
-        optimizer,
-        build_sync(sharded, optimizer, config, mesh),
-    )
+    sync = build_engine(sharded, optimizer, mesh, config.sync, clock=clock)
+    state = TrainState(config, mesh, corpus, model, sharded, optimizer, sync)
+    if sync is not None:
+        sync.votes.enough_tokens = state.planned_tokens
+    return state
 
 
 def build_optimizer(model: Llama, config: RunConfig) -> AdamW:
@@ -121,37 +144,34 @@ def build_optimizer(model: Llama, config: RunConfig) -> AdamW:
     return optimizer
 
 
-def build_sync(
-    sharded: Sharded, optimizer: AdamW, config: RunConfig, mesh: Mesh
-) -> LocalSGD | None:
-    """The engine of ``config.sync.method``, or None for synchronous training."""
-    row = METHODS[config.sync.method]
-    if row.unit == "none":
-        return None
-    units = sync_units(sharded.module, sharded.units, whole_model=row.unit == "model")
-    trigger = StepTrigger(warmup=config.sync.warmup, every=int(config.sync.every))
-    return LocalSGD(units, optimizer, mesh, rules=rules_of(config.sync), trigger=trigger)
-
-
 def train(state: TrainState) -> Iterator[StepRecord]:
-    """Takes inner steps until ``config.train.steps`` and yields a record after each.
+    """Takes inner steps until the run has its steps, and yields a record after each.
 
-    A round that is due runs inside the step that it belongs to. Stop by leaving the loop;
-    go on by calling this again.
+    A round that is due runs inside the step that it belongs to, or in the forward of the next
+    one. Stop by leaving the loop; go on by calling this again. Under a time trigger a replica
+    that by its own estimate is at the end waits in the next round, for the others to agree.
 
     Raises:
         NonFinite: a loss, gradient or pseudo-gradient that no penalty may leave out.
     """
-    config = state.config
-    while state.step < config.train.steps:
+    config, sync = state.config, state.sync
+    while not state.is_done:
+        if sync is not None and sync.is_timed and sync.state is not None and sync.votes.has_enough:
+            sync.serve()
+            state.tokens = sync.votes.tokens
+            continue
         began = time.perf_counter()
-        synchronous = state.sync is None or state.sync.is_synchronous
+        synchronous = sync is None or sync.is_synchronous
         loss, grad_norm = inner_step(state, synchronous=synchronous)
         state.step += 1
-        state.tokens += config.tokens_per_step
         check_step(state, loss, grad_norm, synchronous=synchronous)
-        event = None if state.sync is None else state.sync.after_step()
-        check_round(state, event)
+        event = None
+        if sync is None:
+            state.tokens += config.tokens_per_step
+        else:
+            event = sync.after_step(config.tokens_per_step // state.mesh.replica.size)
+            state.tokens = sync.votes.tokens
+        refuse_non_finite(event, config.sync)
         seconds = time.perf_counter() - began
         every = config.train.evaluate_every
         evaluate_now = every > 0 and state.step % every == 0
@@ -169,14 +189,15 @@ def train(state: TrainState) -> Iterator[StepRecord]:
         )
 
 
-def finish(state: TrainState) -> RoundEvent | None:
-    """Ends a run: one forced round if inner steps followed the last one.
+def finish(state: TrainState) -> list[RoundEvent]:
+    """Ends a run: what is due, in flight or left over. Returns the events not yet told.
 
     Commit a checkpoint *before* this call if the run may be extended.
     """
-    event = None if state.sync is None else state.sync.finish()
-    check_round(state, event)
-    return event
+    events = [] if state.sync is None else state.sync.finish()
+    for event in events:
+        refuse_non_finite(event, state.config.sync)
+    return events
 
 
 def micro_batch(state: TrainState, index: int) -> tuple[Tensor, Tensor]:
@@ -208,6 +229,8 @@ def inner_step(state: TrainState, *, synchronous: bool) -> tuple[float, float]:
         loss.backward()
         total += loss.detach()
     state.sharded.finish_gradients()
+    if state.sync is not None:  # a round inside the forward may have counted anew
+        state.tokens = state.sync.votes.tokens
     return apply_gradients(state, total)
 
 
@@ -271,24 +294,6 @@ def check_step(state: TrainState, loss: float, grad_norm: float, *, synchronous:
         likely="the learning rate is too high, or the data hold something unusual",
         next="a lower --optim.lr, or --sync.method edit, whose penalty leaves bad replicas out",
     )
-
-
-def check_round(state: TrainState, event: RoundEvent | None) -> None:
-    """Stops on a non-finite pseudo-gradient where no penalty may leave it out.
-
-    The round that found it has kept the anchor, so the last good weights are not lost.
-    """
-    if event is None or state.sync is None or state.sync.rules.excludes:
-        return
-    found = event.first_non_finite()
-    if found is not None:
-        unit, replica = found
-        raise NonFinite(
-            f"pseudo-gradient of unit {unit!r} is not finite",
-            where=f"replica {replica}, round {event.round} after inner step {event.step}",
-            likely="that replica diverged since the last round",
-            next="a lower --optim.lr, or --sync.method edit with its penalty",
-        )
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Locked: both sides get the same inputs in every round, so that a difference is o
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,18 +16,20 @@ import torch
 
 import core_torch.schedules as core_schedules
 import core_torch.sync.penalty as core_penalty
+import core_torch.sync.wire as core_wire
 import reference_jax.schedules as reference_schedules
 import reference_jax.sync.penalty as reference_penalty
+import reference_jax.sync.wire as reference_wire
 from parity_tests.harness import codec, jax_bridge, mutants, torch_bridge
 from parity_tests.harness.tolerances import EXACT, OPTIMIZER, STATE, Tolerance
 from parity_tests.harness.ulps import ErrorTable
 
-PENALTY, OUTER = "sync.penalty", "sync.outer"
+PENALTY, OUTER, WIRE = "sync.penalty", "sync.outer", "sync.wire"
 PURE = [
     name
     for name, mutant in mutants.MUTANTS.items()
     if mutant.target.partition(":")[0].removeprefix("core_torch.")
-    in (PENALTY, OUTER, "adamw", "schedules")
+    in (PENALTY, OUTER, WIRE, "adamw", "schedules")
 ]
 UNITS, REPLICAS, ROUNDS = 3, 4, 30
 JUDGE = dict(z_threshold=3.0, warmup_rounds=10, spike_ratio=100.0, rearm_after=3, eps=1e-6)
@@ -121,6 +124,10 @@ def check_penalty(errors: ErrorTable, dtype: str) -> None:
             settings = dict(temperature=0.5, relative=relative)
             got = both(PENALTY, "mixing_weights", norm_UR, anomaly_UR, **settings)
             weight_UR = agree(errors, "weights", got, STATE)
+        steps_R = np.random.default_rng(k).integers(0, 9, REPLICAS)
+        for share in (0.0, 0.5):
+            got = both(PENALTY, "step_weights", weight_UR, steps_R, anomaly_UR, share=share)
+            agree(errors, "weights by steps", got, STATE)
         agree(errors, "effective replicas", both(PENALTY, "effective_replicas", weight_UR), STATE)
         got = both(PENALTY, "median_over_replicas", norm_UR, ~anomaly_UR)
         agree(errors, "median of norms", got, STATE)
@@ -159,6 +166,61 @@ def check_round(errors: ErrorTable, dtype: str) -> None:
         agree(errors, "healed moment", both(OUTER, "heal", delta, np.array(is_bad)), EXACT)
 
 
+def check_delayed(errors: ErrorTable, dtype: str) -> None:
+    """The outer step on a stale gradient, its gap, and mixing."""
+    rng = np.random.default_rng(3)
+    anchor, velocity, delta = (rng.normal(size=(7, 5)).astype(dtype) for _ in range(3))
+    for norms in ((0.0, 0.0), (3.0, 2.0), (1e-7, 1e-7), (1.0, INF)):
+        got = both(OUTER, "staleness_gap", *(np.array(x, dtype) for x in norms), eps=1e-6)
+        gap = agree(errors, "staleness gap", got, STATE)
+        for accept, clip in product((True, False), (0.3, 100.0)):
+            arrays = anchor, velocity, delta, np.array(accept), gap
+            settings = dict(lr=0.7, momentum=0.9, clip=clip)
+            agree(errors, "momentum step", both(OUTER, "momentum_step", *arrays, **settings), STATE)
+    for alpha in (0.0, 0.3, 1.0):
+        got = both(OUTER, "mix", anchor, delta, alpha=alpha)
+        agree(errors, "mixed parameters", got, STATE if alpha == 0.3 else EXACT)
+
+
+def lengths(dtype: str) -> np.ndarray:
+    """A vector whose blocks are ordinary, full of ties, tiny, zero and huge, the last not full."""
+    rng = np.random.default_rng(4)
+    ties = np.concatenate([[127.0], np.arange(-31.5, 31.5)])
+    far = 10.0 ** rng.uniform(-44, 18, 64)
+    blocks = [rng.normal(size=64), ties, 1e-39 * ties, 0.0 * ties, far * rng.normal(size=64)]
+    return np.concatenate([*blocks, rng.lognormal(size=17)]).astype(dtype)
+
+
+def by_int8(wire: Any, x: Any, dtype: Any) -> Any:
+    """``x`` after a journey as int8, in either core."""
+    return wire.dequantise(*wire.quantise(x, block=64), size=x.shape[0], dtype=dtype)
+
+
+def by_bfloat16(wire: Any, x: Any, dtype: Any) -> Any:
+    """``x`` after a journey as bfloat16, in either core."""
+    return wire.decode_bfloat16(wire.encode_bfloat16(x), dtype=dtype)
+
+
+def check_wire(errors: ErrorTable, dtype: str) -> None:
+    """What is sent, what is read and what remains: the same bits, compiled together or not."""
+    x = lengths(dtype)
+    for got in (both(WIRE, "quantise", x, block=64), both(WIRE, "encode_bfloat16", x)):
+        for core, reference in zip(got.core, got.reference, strict=True):
+            np.testing.assert_array_equal(core.astype("float32"), reference.astype("float32"))
+    # XLA on CPU flushes differences that are no normal numbers.
+    meant = np.where(np.abs(x) < 1e-30, 0, x).astype(dtype)
+    for journey in (by_int8, by_bfloat16):
+        core = journey(core_wire, torch_bridge.to_torch(x), torch_bridge.TORCH_DTYPES[dtype])
+        compiled = jax.jit(partial(journey, reference_wire, dtype=dtype))
+        decoded = torch_bridge.to_numpy(core)
+        reference = jax_bridge.to_numpy(compiled(jax_bridge.to_jax(x)))
+        np.testing.assert_array_equal(decoded, reference, err_msg=journey.__name__)
+        assert not np.array_equal(decoded, x)
+        for weight in (0.0, 0.3):
+            arrays = meant, decoded, np.full_like(x, 7.0), np.array(weight, dtype)
+            agree(errors, "residual", both(WIRE, "residual", *arrays), EXACT)
+
+
 def check_adamw(errors: ErrorTable, dtype: str) -> None:
     """Updates, not parameters, over steps enough to see both bias corrections and decay."""
     rng = np.random.default_rng(2)
@@ -187,7 +249,15 @@ def check_schedules(errors: ErrorTable, dtype: str) -> None:
         assert core == reference_schedules.learning_rate(tokens, **settings)
 
 
-CHECKS = [check_penalty, check_uniform_weights, check_round, check_adamw, check_schedules]
+CHECKS = [
+    check_penalty,
+    check_uniform_weights,
+    check_round,
+    check_delayed,
+    check_wire,
+    check_adamw,
+    check_schedules,
+]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

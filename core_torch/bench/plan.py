@@ -1,11 +1,18 @@
-"""What ``twinshard bench shard`` can compare: names of variants, sizes, lengths of the phases.
+"""What ``twinshard bench`` can compare: names of variants, sizes, lengths of the phases.
 
 Standard library only, since the process that a user starts never loads torch.
 """
 
 from typing import NamedTuple
 
-from core_torch.config import ModelConfig
+from core_torch.config import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 BASELINE = "fsdp2_eager"
 VARIANTS = {
@@ -53,3 +60,39 @@ SIZES = {
     "small": _size(256, 8, 4096, 2, 256),
     "medium": _size(512, 12, 8192, 2, 512),
 }
+
+
+class Pace(NamedTuple):
+    """What ``bench sync`` trains where one replica is slow."""
+
+    config: RunConfig
+    alone_steps: int  # of each replica by itself
+    warm_steps: int  # of these, not counted
+    every: int  # inner steps between rounds of EDiT
+
+
+PACE = Pace(
+    RunConfig(
+        model=ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, hidden=176, context=64),
+        data=DataConfig(sequence=64, batch=4),
+        mesh=MeshConfig(replicas=2, device="cpu"),
+        optim=OptimConfig(lr=4e-3),
+        train=TrainConfig(evaluate_sequences=128),
+    ),
+    alone_steps=60,
+    warm_steps=10,
+    every=20,
+)
+
+
+class Overlap(NamedTuple):
+    """What ``bench sync`` computes while exchanges run."""
+
+    model: ModelConfig
+    batch: int
+    sequence: int
+    exposed_units: int  # at the start of a forward nothing runs that could hide an exchange
+    warm_rounds: int
+
+
+OVERLAP = Overlap(_size(256, 8, 1024, 4, 256).model, 4, 256, exposed_units=2, warm_rounds=2)

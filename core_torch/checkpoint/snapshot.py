@@ -16,9 +16,7 @@ from core_torch.config_file import to_toml
 from core_torch.errors import CheckpointMismatch
 from core_torch.mesh import Mesh
 from core_torch.shard.access import is_sharded, local_shard, rows_of_shard
-from core_torch.sync.engine import LocalSGD
-from core_torch.sync.penalty import NormStats
-from core_torch.sync.state import take_anchor
+from core_torch.sync import saved as sync_state
 from core_torch.train import TrainState
 
 # What must not change between saving and resuming, because the numbers would mean something else.
@@ -26,6 +24,7 @@ FIXED = (
     "sync.method",
     "sync.every",
     "sync.warmup",
+    "sync.wire",
     "train.dtype",
     "train.accumulate",
     "data.batch",
@@ -42,24 +41,20 @@ def layout_of(mesh: Mesh) -> Layout:
 def snapshot(state: TrainState) -> SavedState:
     """This rank's part of the run; reads only, copies nothing."""
     scalars: dict[str, Any] = {
-        "step": state.step,
+        "step": state.common_step,
         "tokens": state.tokens,
-        "micro_batches": [state.step * state.config.train.accumulate] * state.mesh.replica.size,
         "replica_bytes": state.mesh.ledger.bytes_over("replica"),
         "shard_bytes": state.mesh.ledger.bytes_over("shard"),
         "fixed": fixed_settings(state),
         "config_hash": hashlib.sha256(to_toml(state.config).encode()).hexdigest(),
         "sync": None,
     }
-    sync = state.sync
-    if sync is not None and sync.state is not None:
-        scalars["sync"] = {
-            "rounds": sync.state.rounds,
-            "steps_since": sync.state.steps_since,
-            "units": [unit.name for unit in sync.units],
-            "stats": {name: x.tolist() for name, x in sync.state.stats._asdict().items()},
-        }
-    return SavedState(dict(_shared(state)), dict(_own(state)), scalars)
+    if state.sync is not None:
+        scalars["sync"] = sync_state.scalars(state.sync)
+    saved = SavedState(dict(_shared(state)), dict(_own(state)), scalars)
+    if state.sync is not None:
+        sync_state.let_go(state.sync)
+    return saved
 
 
 def restore(state: TrainState, saved: SavedState) -> None:
@@ -76,15 +71,19 @@ def restore(state: TrainState, saved: SavedState) -> None:
                 likely="the option was changed since the run began",
                 next=f"--{path} {value}, or another --run for a new run",
             )
-    state.step, state.tokens = saved.scalars["step"], saved.scalars["tokens"]
+    counted = {k: int(saved.own[f"counter/{k}"].local) for k in _counters(state)}
+    state.step, state.tokens = counted["step"], saved.scalars["tokens"]
     ledger = state.mesh.ledger
     ledger.reset()
     ledger.bytes["replica", "before resume"] = saved.scalars["replica_bytes"]
     ledger.bytes["shard", "before resume"] = saved.scalars["shard_bytes"]
     if state.sync is not None:
-        _restore_sync(state.sync, state.step, saved.scalars["sync"])
+        sync_state.prepare(state.sync, saved.scalars["sync"], counted)
+        state.tokens = state.sync.votes.tokens
     restore_into(dict(_own(state)), saved.own)
     restore_into(dict(_shared(state)), saved.shared)
+    if state.sync is not None:
+        sync_state.settle(state.sync)
 
 
 def fixed_settings(state: TrainState) -> dict[str, Any]:
@@ -96,39 +95,29 @@ def fixed_settings(state: TrainState) -> dict[str, Any]:
     return values
 
 
-def _restore_sync(sync: LocalSGD, step: int, saved: dict[str, Any] | None) -> None:
-    """Counts and statistics; anchors and velocities are tensors and come after."""
-    sync.step = step
-    if saved is None:  # replicas had not parted
-        sync.state = None
-        return
-    sync.state = take_anchor(sync.units, replicas=sync.axes.replica.size)
-    sync.state.rounds, sync.state.steps_since = saved["rounds"], saved["steps_since"]
-    current = sync.state.stats._asdict()
-    sync.state.stats = NormStats(
-        **{
-            name: torch.tensor(saved["stats"][name], dtype=x.dtype, device=x.device)
-            for name, x in current.items()
-        }
-    )
+def _counters(state: TrainState) -> dict[str, int]:
+    """Whole numbers of this replica. The next batch follows from the step."""
+    return {"step": state.step} if state.sync is None else sync_state.counters(state.sync)
 
 
 def _shared(state: TrainState) -> Iterator[tuple[str, Shard]]:
-    """Anchors and velocities, by parameter."""
-    if state.sync is None or state.sync.state is None:
-        return
-    for unit, held in zip(state.sync.units, state.sync.state.units, strict=True):
-        for name, p, a, b in zip(unit.names, unit.params, held.anchor, held.velocity, strict=True):
-            yield f"anchor/{name}", _shard(a, p, state.mesh)
-            yield f"velocity/{name}", _shard(b, p, state.mesh)
+    """Anchors, velocities and what is in flight, by parameter."""
+    if state.sync is not None:
+        for name, held in sync_state.shared_tensors(state.sync).items():
+            yield name, _shard(held.local, held.param, state.mesh)
 
 
 def _own(state: TrainState) -> Iterator[tuple[str, Shard]]:
-    """Parameters and inner optimizer state, by parameter."""
+    """Parameters, inner optimizer state and residuals, by parameter; counters."""
     for name, p in state.model.named_parameters():
         yield f"param/{name}", _shard(local_shard(p), p, state.mesh)
         for key, value in state.optimizer.state[p].items():
             yield f"{key}/{name}", _shard(local_shard(value), p, state.mesh)
+    if state.sync is not None:
+        for name, held in sync_state.own_tensors(state.sync).items():
+            yield name, _shard(held.local, held.param, state.mesh)
+    for name, count in _counters(state).items():
+        yield f"counter/{name}", Shard(torch.tensor(count), (), 0)
 
 
 def _shard(local: Tensor, param: Tensor, mesh: Mesh) -> Shard:

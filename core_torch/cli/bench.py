@@ -1,4 +1,4 @@
-"""``twinshard bench``: measures variants side by side on this machine."""
+"""``twinshard bench shard``: measures variants side by side on this machine."""
 
 import shlex
 import sys
@@ -31,14 +31,11 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MA
 
 
 def run(options: BenchOptions, words: list[str]) -> int:
-    """Runs the benchmark that ``words`` name, prints a table; 1 if the variants disagree.
+    """Runs the benchmark, prints a table; 1 if the variants disagree.
 
     Raises:
-        ConfigError: no such benchmark, a link that cannot be had, a file that cannot be written.
+        ConfigError: a link that cannot be had, a file that cannot be written.
     """
-    if words != ["shard"]:
-        said = f"{words[0]!r} is none" if words else "not said which"
-        raise ConfigError(f"benchmarks are: shard; {said}", next="twinshard bench shard")
     if options.json and not Path(options.json).absolute().parent.is_dir():  # not after an hour
         raise ConfigError(f"json: there is no folder {str(Path(options.json).parent)!r}")
     network = parse_network(options.network)

@@ -9,6 +9,7 @@ from core_torch import __version__
 from core_torch.cli.arguments import known_kinds, scan, show_help, wants_help
 from core_torch.cli.options import (
     BenchOptions,
+    BenchSyncOptions,
     DemoOptions,
     DoctorOptions,
     GraphOptions,
@@ -70,13 +71,21 @@ COMMANDS = {
         1000,
         "core_torch.cli.report",
     ),
-    "bench": Command(
+    "bench shard": Command(
         "bench shard",
         "Measures ways to shard a model side by side: time, memory, communication.",
         (BenchOptions(),),
         0,
-        1,
+        0,
         "core_torch.cli.bench",
+    ),
+    "bench sync": Command(
+        "bench sync",
+        "Measures rounds: a slow replica under EDiT and A-EDiT, and what a forward hides.",
+        (BenchSyncOptions(),),
+        0,
+        0,
+        "core_torch.cli.bench_sync",
     ),
     "graph": Command(
         "graph",
@@ -110,6 +119,9 @@ def run_command(words: list[str]) -> int:
         print(f"twinshard {__version__}")
         return EXIT_OK
     name, *args = words
+    inner = [key.partition(" ")[2] for key in COMMANDS if key.startswith(f"{name} ")]
+    if inner:
+        name, args = _inner_command(name, args, inner)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -127,6 +139,18 @@ def run_command(words: list[str]) -> int:
         raise
     run: Callable[[Any, list[str]], int] = importlib.import_module(command.file).run
     return run(options[0] if len(options) == 1 else options, rest)
+
+
+def _inner_command(name: str, args: list[str], inner: list[str]) -> tuple[str, list[str]]:
+    """A command of two words, and the words after it."""
+    if args and args[0] in inner:
+        return f"{name} {args[0]}", args[1:]
+    if wants_help(args):
+        args = []
+    said = f"{args[0]!r} is none" if args else "not said which"
+    raise ConfigError(
+        f"{name} measures {' or '.join(inner)}; {said}", next=f"twinshard {name} {inner[0]} --help"
+    )
 
 
 def overview() -> str:

@@ -32,6 +32,7 @@ class DemoOptions:
     out: str = "runs/demo"  # folder for the runs and the report
     json: str = ""  # also write the results to this file
     methods: str = "synchronous,diloco,edit"  # which to compare, separated by commas
+    seeds: int = 1  # runs of each method, with other initial weights and order of the data
 
     @property
     def chosen(self) -> list[str]:
@@ -44,6 +45,10 @@ class DemoOptions:
         known = f"methods are {', '.join(METHODS)}"
         if not self.chosen:
             problems.append(Problem("methods", f"names none; {known}"))
+        if len(set(self.chosen)) < len(self.chosen):
+            problems.append(Problem("methods", "names one twice"))
+        if not 1 <= self.seeds <= 100:
+            problems.append(Problem("seeds", f"must lie in [1, 100], got {self.seeds}"))
         strange = [name for name in self.chosen if name not in METHODS]
         return problems + [Problem("methods", f"{name!r} is unknown; {known}") for name in strange]
 
@@ -126,6 +131,29 @@ class BenchOptions:
             problems.append(Problem("variants", "names one twice"))
         strange = [name for name in self.chosen if name not in VARIANTS]
         return problems + [Problem("variants", f"{name!r} is unknown; {known}") for name in strange]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchSyncOptions:
+    """What to measure, and how long. Two replicas of one rank, a core each."""
+
+    slow_replica: float = 3.0  # how many times longer a step of the last replica takes
+    network: str = "loopback"  # between the replicas: loopback, or RATE,DELAY such as 1gbit,1ms
+    steps: int = 200  # of EDiT's replicas; A-EDiT trains on as many tokens
+    seconds: float = 2.0  # between rounds of A-EDiT
+    rounds: int = 8  # timed ones, for the overlap
+    backend: Literal["aot_eager", "inductor"] = "aot_eager"  # of the compiled forward
+    json: str = ""  # also write the results to this file
+
+    def validate(self) -> list[Problem]:
+        """Problems of these options."""
+        problems = []
+        lowest = {"slow_replica": 1.0, "steps": 60, "seconds": 0.1, "rounds": 1}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if not low <= value < float("inf"):
+                problems.append(Problem(name, f"must be at least {low}, got {value}"))
+        return problems + _network_problems(self.network)
 
 
 def _small() -> ModelConfig:

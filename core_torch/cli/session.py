@@ -59,7 +59,7 @@ class Session:
         self.committed: int | None = None  # step of the newest commit
         if resume_from is not None:
             restore(self.state, read(resume_from, layout=layout_of(mesh)))
-            self.committed = self.state.step
+            self.committed = self.state.common_step
 
     def run(self) -> dict[str, Any] | None:
         """Trains to the end. Returns the summary on the lead, None on other ranks."""
@@ -75,29 +75,40 @@ class Session:
         with self._records() as write:
             for record in train(state):
                 write(record, record.round)
-                every = self.config.checkpoint.every
-                if every > 0 and state.step % every == 0:
+                if self._commit_is_due():
                     self.commit()
                 self.emit({"event": "step", **record.as_line(), "committed": self.committed})
             self.commit()  # before the closing round, so that the run can be extended exactly
-            write(None, finish(state))
+            for event in finish(state):
+                write(None, event)
         return self._conclude()
+
+    def _commit_is_due(self) -> bool:
+        """Whether to commit after this step. Replicas of unequal speed vote on it in a round."""
+        every, sync = self.config.checkpoint.every, self.state.sync
+        is_mine = every > 0 and self.state.step % every == 0
+        if sync is None or not sync.is_timed or sync.state is None:
+            return is_mine
+        sync.votes.wants_checkpoint |= is_mine
+        agreed, sync.votes.checkpoint_agreed = sync.votes.checkpoint_agreed, False
+        return agreed
 
     def commit(self) -> None:
         """Commits this step unless it is committed already."""
-        if self.committed == self.state.step:
+        step = self.state.common_step
+        if self.committed == step:
             return
         save(
             self.folder,
             snapshot(self.state),
-            step=self.state.step,
+            step=step,
             mesh_layout=layout_of(self.mesh),
             barrier=dist.barrier,
             gather=lambda value: gather_json(value, device=self.mesh.device),
             tokenizer=self.corpus.train.path.parent / "tokenizer.json",
             keep=self.config.checkpoint.keep,
         )
-        self.committed = self.state.step
+        self.committed = step
 
     @contextmanager
     def _records(self) -> Iterator[Write]:

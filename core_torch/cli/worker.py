@@ -28,6 +28,7 @@ KINDS = {
     "train": "core_torch.cli.train_rank",
     "doctor": "core_torch.cli.doctor_rank",
     "bench_shard": "core_torch.cli.bench_rank",
+    "bench_sync": "core_torch.cli.bench_sync_rank",
 }
 
 

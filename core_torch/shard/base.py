@@ -12,6 +12,7 @@ class Sharded:
     module: nn.Module
     units: dict[str, list[str]]  # unit -> parameter names, in order of the forward
     mean_over_replicas: bool = False  # synchronous training
+    lookahead: int = 0  # units that are gathered before their turn in a forward
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Call before each forward of an inner step. The replica axis is reduced once a step."""

@@ -5,11 +5,12 @@ partition      forward and backward, with recomputation where it saves memory
 plan           which parameters share a collective (schedule.py)
 bucket         one collective for many parameters
 reorder        collectives run while something else is computed
+round          a second forward from the same graph, with a sync round's exchanges in it
 lower          a program: segments of compute, and collectives between them
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,12 @@ import torch.nn as nn
 from torch.fx import GraphModule
 
 from core_torch.collectives import Axis
-from core_torch.errors import TwinshardError
+from core_torch.errors import ConfigError, TwinshardError
 from core_torch.shard import compat
 from core_torch.shard.compat import donated_inputs, recompute_what_is_cheap
-from core_torch.shard.operators import plan_of
+from core_torch.shard.exchange import Exchange
+from core_torch.shard.operators import ShardPlan, plan_of
+from core_torch.shard.parametrise import plans_in
 from core_torch.shard.passes.joint import (
     merge_gathers,
     merge_scatters,
@@ -33,7 +36,7 @@ from core_torch.shard.passes.joint import (
 from core_torch.shard.passes.nodes import Parameter
 from core_torch.shard.plan import plan_hash
 from core_torch.shard.program import Program, execute
-from core_torch.shard.schedule import CompileOptions, Graphs, buckets_of, scheduled
+from core_torch.shard.schedule import CompileOptions, Graphs, buckets_of, copied, scheduled
 from core_torch.shard.segments import SegmentCompiler
 
 
@@ -46,6 +49,8 @@ class Compilation:
     """What was compiled, for people, reports and tests."""
 
     options: CompileOptions
+    module: nn.Module
+    exchanging: ShardPlan | None = None  # whose units are exchanged in forwards
     programs: list[Program] = field(default_factory=list)  # in order of compilation
     buckets: list[list[Parameter]] = field(default_factory=list)
     carried: dict[int, int] = field(default_factory=dict)  # see schedule.Graphs
@@ -54,8 +59,36 @@ class Compilation:
     timings: dict[str, list[list[float]]] | None = None  # {}: time every instruction from now on
 
     def program(self, name: str) -> Program:
-        """The first "forward" or "backward"."""
+        """The first "forward", "round" or "backward"."""
         return next(program for program in self.programs if program.name == name)
+
+    def attach(self, exchange: Exchange) -> None:
+        """Lets training forwards carry sync rounds. Call it before the first of them.
+
+        Two forward programs are then made where there was one, from the same graph and with the
+        same kernels: so a round compiles nothing, and rounds that are due change no bit of
+        what is computed.
+
+        Raises:
+            ConfigError: the forward is compiled already, the module is not the whole of one
+                sharded model, an engine is there already, or units do not fit the parameters.
+        """
+        if any(program.name == "forward" for program in self.programs):
+            raise ConfigError(
+                "the forward has been compiled without exchanges",
+                next="attach before the first training step",
+            )
+        plan = _whole_plan(self.module)
+        if plan.exchange is not None:
+            raise ConfigError("another engine exchanges the units of this model already")
+        trained = [
+            name
+            for child, names in plans_in(self.module)[plan].items()
+            for key, name in names.items()
+            if (p := child._parameters[key]) is not None and p.requires_grad
+        ]
+        exchange.check(plan.layouts, dict.fromkeys(trained))
+        plan.exchange, self.exchanging = exchange, plan
 
 
 def compile_model(module: nn.Module, options: CompileOptions | None = None) -> Compilation:
@@ -68,7 +101,7 @@ def compile_model(module: nn.Module, options: CompileOptions | None = None) -> C
     Returns:
         The compilation, filled when the graphs are there.
     """
-    compilation = Compilation(options or CompileOptions())
+    compilation = Compilation(options or CompileOptions(), module)
     module.compile(
         backend=_Backend(compilation),
         fullgraph=True,
@@ -130,31 +163,69 @@ class _Backend:
         def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             began, result = time.perf_counter(), self._result
             segments = result.segments if result.options.backend == "inductor" else None
+            how = (result.buckets, result.options, segments)
             donated = donated_inputs() if name == "backward" else []
-            program = scheduled(module, name, result.buckets, result.options, segments, donated)
-            result.programs.append(program)
+            plan = result.exchanging if name == "forward" else None
+            twin = None if plan is None else copied(module)  # scheduling changes a graph
+            programs = [scheduled(module, name, *how, donated)]
+            if plan is not None and twin is not None:
+                programs.append(scheduled(twin, "round", *how, exchanged=plan.number))
+            result.programs += programs
             result.seconds += time.perf_counter() - began
-            return _runner(program, result)
+            return _runner(*programs, result=result)
 
         return compile_graph
 
 
-def _runner(program: Program, result: Compilation) -> Callable[[list[Any]], list[Any]]:
-    """A compiled graph as torch calls it."""
+def _runner(
+    ordinary: Program, in_round: Program | None = None, *, result: Compilation
+) -> Callable[[list[Any]], list[Any]]:
+    """A compiled graph as torch calls it: the program with a round where the engine says so."""
     agreed: list[bool] = []
 
     def run(args: list[Any]) -> list[Any]:
         if not agreed:
             agree(result.buckets)
             agreed.append(True)
-        if result.timings is None:
-            return execute(program, args)
-        seconds: list[float] = []
-        result.timings.setdefault(program.name, []).append(seconds)
-        return execute(program, args, seconds=seconds)
+        exchange = None if result.exchanging is None else result.exchanging.exchange
+        if in_round is None or exchange is None or not exchange.begin():
+            return _executed(ordinary, args, result)
+        results = _executed(in_round, args, result)
+        exchange.end()
+        return results
 
     run._boxed_call = True  # type: ignore[attr-defined]  # inputs come in a list, to be emptied
     return run
+
+
+def _executed(program: Program, args: list[Any], result: Compilation) -> list[Any]:
+    if result.timings is None:
+        return execute(program, args)
+    seconds: list[float] = []
+    result.timings.setdefault(program.name, []).append(seconds)
+    return execute(program, args, seconds=seconds)
+
+
+def _whole_plan(module: nn.Module) -> ShardPlan:
+    """The plan of the one sharded model that a compiled module holds, all of it.
+
+    Raises:
+        ConfigError: the module is a part of a model, or holds several or none.
+    """
+    found = plans_in(module)
+    whole = [p for p, held in found.items() if _names(held.values()) == set(p.layouts)]
+    if len(found) == len(whole) == 1:
+        return whole[0]
+    raise ConfigError(
+        f"{type(module).__name__} holds {len(found)} sharded models, {len(whole)} of them whole",
+        likely="blocks compiled by themselves cannot carry a sync round: the first would do "
+        "what others have to wait for",
+        next="compile the whole model as one graph, or keep rounds between steps",
+    )
+
+
+def _names(held: Iterable[dict[str, str]]) -> set[str]:
+    return {name for names in held for name in names.values()}
 
 
 def agree(buckets: Sequence[Sequence[Parameter]]) -> None:

@@ -5,13 +5,19 @@ Its public all-reduce hook adds the mean over replicas where training is synchro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from core_torch.collectives import Axis, CountedAllGather, CountedReduceScatter, start_psum
+from core_torch.collectives import (
+    Axis,
+    CountedAllGather,
+    CountedReduceScatter,
+    Fence,
+    start_psum,
+)
 from core_torch.mesh import Mesh
 from core_torch.models.llama import Llama
 from core_torch.shard.base import Sharded
@@ -21,6 +27,8 @@ from core_torch.shard.wrap import plan_units, unit_parameters
 @dataclass(slots=True)
 class Fsdp2(Sharded):
     """A model under ``fully_shard``."""
+
+    fence: Fence = field(default_factory=Fence)  # of parameters that are written in a forward
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """See ``Sharded``.
@@ -39,10 +47,11 @@ def shard_with_fsdp2(
     *,
     compute_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    forward_prefetch: int = 0,
 ) -> Fsdp2:
     """Shards ``model`` in place; see ``sharded.shard_model``."""
     plan = plan_units(model)
-    sharded = Fsdp2(model, unit_parameters(model, plan))
+    sharded = Fsdp2(model, unit_parameters(model, plan), lookahead=forward_prefetch)
     model.to(mesh.device)
     stored = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=stored)
@@ -58,10 +67,15 @@ def shard_with_fsdp2(
         lead = modules[0]
         assert isinstance(lead, FSDPModule)
         # The setters are public, the base classes that they are annotated with are not.
-        lead.set_custom_all_gather(CountedAllGather(mesh.shard, unit.name))  # type: ignore[arg-type]
+        lead.set_custom_all_gather(CountedAllGather(mesh.shard, unit.name, sharded.fence))  # type: ignore[arg-type]
         lead.set_custom_reduce_scatter(CountedReduceScatter(mesh.shard, unit.name))  # type: ignore[arg-type]
         lead.set_all_reduce_hook(replica_mean(sharded, mesh.replica, unit.name))
     fully_shard(model, mesh=shard_mesh, mp_policy=policy)  # the root: no parameters of its own
+    leads = [model.get_submodule(unit.modules[0]) for unit in plan]
+    for i, lead in enumerate(leads):
+        assert isinstance(lead, FSDPModule)
+        ahead = leads[i + 1 : i + 1 + forward_prefetch]
+        lead.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
     return sharded
 
 

@@ -17,16 +17,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from core_torch.shard.flops import work_of
+from core_torch.shard.operators import plan_of
 from core_torch.shard.passes import nodes as calls
 from core_torch.shard.passes.nodes import (
     STARTS,
     WAITS,
-    Subject,
     feeds_only_starts,
     is_item,
     source_of,
+    subject_of,
 )
-from core_torch.shard.program import Instruction, Program, Value
+from core_torch.shard.program import Instruction, Kind, Program, Value
 
 Run = Callable[[list[Any]], tuple[Any, ...]]
 Segment = tuple[Sequence[Node], Sequence[Node], Sequence[Node]]  # nodes, inputs, outputs
@@ -58,7 +59,7 @@ def lower(
 
     Args:
         module: bucketed and reordered.
-        name: "forward" or "backward".
+        name: "forward", "round" (a forward that carries one) or "backward".
         compile_segment: makes one function of a segment's nodes, given with its inputs, its
             outputs, and the places of inputs whose memory it may use again; None: every
             operator runs by itself.
@@ -120,9 +121,9 @@ class _Lowering:
             self._segment.append(node)
 
     def _collective(self, node: Node) -> None:
-        op: Any = STARTS.get(node.target) or WAITS.get(node.target)
-        kind: Any = "start" if node.target in STARTS else "wait" if op else "view"
-        subject = Subject.of(node)
+        subject = subject_of(node)
+        op = subject.op(node.target)
+        kind: Kind = "start" if node.target in STARTS else "wait" if op else "view"
         self._instructions.append(
             Instruction(
                 kind=kind,
@@ -131,11 +132,12 @@ class _Lowering:
                 inputs=self._inputs(node),
                 outputs=self._outputs(node),
                 op=op,
-                payload_bytes=subject.payload_bytes(op) if kind == "start" else 0,
+                payload_bytes=subject.payload_bytes(op) if op and kind == "start" else 0,
                 ranks=subject.ranks(op) if op else 1,
+                link=subject.link,
                 scratch_bytes=subject.scratch_bytes(node.target),
                 touched_bytes=subject.touched_bytes(node.target),
-                operators=len(subject.names),
+                operators=subject.size,
             )
         )
 
@@ -215,7 +217,7 @@ class _Lowering:
         if node.target not in calls.LISTS:
             return (self._number[node],)
         items = {user.args[1]: self._number[user] for user in node.users}
-        count = len(Subject.of(node).names)
+        count = subject_of(node).size
         return tuple(items[i] if i in items else self._dummy() for i in range(count))
 
     def _dummy(self) -> int:
@@ -244,6 +246,23 @@ def _is_mean(node: Node) -> bool:
     return isinstance(source, Node) and source.target is calls.mean_shards
 
 
+def _lender(node: Node) -> Node | None:
+    """The parameter's rows that a gathered parameter is itself, where nothing had to be copied.
+
+    A kernel must not use such memory again.
+    """
+    if not is_item(node) or source_of(node).target is not calls.wait_gather:
+        return None
+    sources: Any
+    number: Any
+    names: Any
+    sources, number, names = source_of(source_of(node)).args
+    place: Any = node.args[1]
+    rows = sources[place]
+    is_lent = plan_of(number).lends(names[place], rows.meta["val"].dtype)
+    return rows if is_lent else None
+
+
 def _is_held(node: Node, name: str) -> bool:
     """Whether the caller keeps an input alive: parameters, buffers and the batch."""
     return name != "backward" or str(node.target).startswith("primals")
@@ -256,10 +275,13 @@ def _values(nodes: Sequence[Node], number: dict[Node, int]) -> list[Value]:
     for node in nodes:
         value = node.meta.get("val")
         if node.target in STARTS or node.target is calls.wait_scatter:
-            values.append(Value(Subject.of(node).result_bytes(node.target), number[node]))
+            values.append(Value(subject_of(node).result_bytes(node.target), number[node]))
         elif _is_mean(node):
             flat = source_of(source_of(node))
             values.append(Value(values[number[flat]].nbytes, values[number[flat]].storage))
+            owners[_storage(node.meta["val"])] = values[-1].storage
+        elif (lender := _lender(node)) is not None:
+            values.append(values[number[lender]])
             owners[_storage(node.meta["val"])] = values[-1].storage
         elif node.target is calls.wait_replica_sum:
             flight = values[number[source_of(node)]]

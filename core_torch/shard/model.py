@@ -79,6 +79,7 @@ def shard_model(
             mesh,
             compute_dtype=compute_dtype,
             reshard_after_forward=config.reshard_after_forward,
+            forward_prefetch=config.forward_prefetch,
         )
     model.to(mesh.device)
     stored = next(model.parameters()).dtype

@@ -28,6 +28,7 @@ from core_torch.collectives import (
     start_psum,
     start_reduce_scatter,
 )
+from core_torch.shard.exchange import Exchange
 from core_torch.shard.layout import (
     Layout,
     pack_gradients,
@@ -51,6 +52,7 @@ class ShardPlan:
     compute_dtype: torch.dtype | None = None  # None: as stored
     reduce_dtype: torch.dtype | None = None  # None: as the gradient comes
     reshard_after_forward: bool = True
+    exchange: Exchange | None = None  # of sync units, if compiled forwards carry rounds
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
@@ -58,6 +60,10 @@ class ShardPlan:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardPlan":
         return self  # a copied model is sharded over the same ranks
+
+    def lends(self, name: str, dtype: torch.dtype) -> bool:
+        """True if gathering gives the parameter, stored in ``dtype``, itself and not a copy."""
+        return self.layouts[name].shards == 1 and self.compute_dtype in (None, dtype)
 
     def scope(self, names: Sequence[str]) -> str:
         """Who asks for a collective of these parameters: their unit, or both ends of the range."""

@@ -216,6 +216,16 @@ def sharded_class(base: type[nn.Module], keys: tuple[str, ...], *, is_root: bool
     return type(f"Sharded{base.__name__}", (_ShardedModule, base), body)
 
 
+def plans_in(module: nn.Module) -> dict[ShardPlan, dict[nn.Module, dict[str, str]]]:
+    """Plans of the sharded models in ``module``: by module, attribute -> name in its root."""
+    found: dict[ShardPlan, dict[nn.Module, dict[str, str]]] = {}
+    for child in module.modules():
+        if is_sharded_class(type(child)):
+            sharding: Sharding = child._sharding  # type: ignore[assignment]
+            found.setdefault(sharding.plan, {})[child] = sharding.names
+    return found
+
+
 def is_sharded_class(kind: type) -> bool:
     """True for a class that ``sharded_class`` has made."""
     return issubclass(kind, _ShardedModule)

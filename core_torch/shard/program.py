@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal["compute", "view", "start", "wait"]
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Link = Literal["shard", "replica"]
 
 
 class Value(NamedTuple):
@@ -35,6 +36,7 @@ class Instruction:
     op: Op | None = None  # of a start or a wait
     payload_bytes: int = 0  # of a start: see collectives.py for what counts
     ranks: int = 1  # that take part in the collective
+    link: Link = "shard"  # replicas have connections of their own for exchanges
     scratch_bytes: int = 0  # at the peak inside ``run``, above what lives before and its outputs
     flops: int = 0  # of a compute segment
     touched_bytes: int = 0  # read and written by a compute segment's operators
@@ -45,7 +47,7 @@ class Instruction:
 class Program:
     """Instructions in order of execution. Inputs are dropped at their last use as well."""
 
-    name: str  # "forward" or "backward"
+    name: str  # "forward", "round" (a forward that carries one), "backward" or "inference"
     instructions: tuple[Instruction, ...]
     values: tuple[Value, ...]  # by number
     inputs: tuple[int, ...]

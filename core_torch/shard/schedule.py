@@ -14,6 +14,7 @@ from core_torch.shard.flops import Work, work_of
 from core_torch.shard.lower import CompileSegment, Run, lower
 from core_torch.shard.operators import gather, plan_of, scatter
 from core_torch.shard.passes.bucket import bucket
+from core_torch.shard.passes.exchange import carry_round
 from core_torch.shard.passes.nodes import Parameter, nodes_of, parameter_of, unit_of
 from core_torch.shard.passes.reorder import reorder
 from core_torch.shard.plan import best, check_plan
@@ -62,10 +63,23 @@ def scheduled(
     options: CompileOptions,
     compile_segment: CompileSegment | None,
     donated: Sequence[int] = (),
+    exchanged: int | None = None,
 ) -> Program:
-    """Bucket, reorder, lower; changes the graph of ``module``."""
+    """Bucket, reorder, lower; changes the graph of ``module``.
+
+    Args:
+        module: forward or backward.
+        name: of the program.
+        buckets: parameters that share a collective.
+        options: how far collectives move.
+        compile_segment: see ``lower``.
+        donated: see ``lower``.
+        exchanged: number of the plan whose units are exchanged on the way.
+    """
     bucket(module.graph, buckets)
     reorder(module.graph, ahead=options.ahead, behind=options.behind)
+    if exchanged is not None:
+        carry_round(module.graph, exchanged)
     module.graph.lint()  # every value is defined before it is used
     return lower(module, name=name, compile_segment=compile_segment, donated=donated)
 
@@ -96,7 +110,7 @@ def simulated(
     programs = []
     segment = _no_kernel if options.backend == "inductor" else None
     for name, module in (("forward", graphs.forward), ("backward", graphs.backward)):
-        twin = GraphModule(module, _copied(module.graph))
+        twin = copied(module)
         programs.append(scheduled(twin, name, buckets, options, segment))
     return timeline_of(programs[0], programs[1], graphs.carried, options.costs)
 
@@ -228,10 +242,11 @@ def _outputs(graph: Graph) -> list[Node | None]:
     return [x if isinstance(x, Node) else None for x in results]
 
 
-def _copied(graph: Graph) -> Graph:
+def copied(module: GraphModule) -> GraphModule:
+    """The same graph, for a pass to change."""
     twin = Graph()
-    twin.output(twin.graph_copy(graph, {}))
-    return twin
+    twin.output(twin.graph_copy(module.graph, {}))
+    return GraphModule(module, twin)
 
 
 def _no_kernel(*segment: object) -> Run:

@@ -44,9 +44,9 @@ class SegmentCompiler:
         donated: tuple[int, ...] = (),
     ) -> Run:
         """One function of ``inputs`` that gives ``outputs`` and may overwrite the donated ones."""
-        module = extract(nodes, inputs, outputs)
+        module = extract(nodes, inputs, outputs, donated)
         examples = [node.meta["val"] for node in inputs]
-        facts = (*map(_describe, examples), *map(_of, outputs), str(donated))
+        facts = (*map(_describe, examples), *map(_of, outputs))
         key = "\n".join((str(module.graph), *facts))
         if key in self._known:
             self.reused += 1
@@ -58,12 +58,21 @@ class SegmentCompiler:
         return run
 
 
-def extract(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
-    """A graph of its own for a segment; its names follow from the segment alone."""
+def extract(
+    nodes: Sequence[Node],
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    donated: Sequence[int] = (),
+) -> GraphModule:
+    """A graph of its own for a segment; its names follow from the segment alone.
+
+    Donated inputs have names of their own: inductor's cache on disk looks at the graph only, and
+    would hand a kernel that overwrites its input to a segment that must not.
+    """
     graph = Graph()
     twin: dict[Node, Node] = {}
     for i, node in enumerate(inputs):
-        twin[node] = graph.placeholder(f"in_{i}")
+        twin[node] = graph.placeholder(f"own_{i}" if i in donated else f"kept_{i}")
         twin[node].meta["val"] = node.meta["val"]
     for node in nodes:
         args = torch.fx.node.map_arg(node.args, twin.__getitem__)

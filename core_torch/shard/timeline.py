@@ -3,6 +3,7 @@
 Two machines: a compute stream that takes instructions one by one, and a link that serves
 collectives in the order of issue and carries both directions at once. A start puts its
 collective on the link and goes on; a wait blocks the compute stream until it is through.
+A sync round's exchanges have a link of their own, as fast, and do not queue with the rest.
 Blocked time is the *exposed* communication: total = compute + exposed.
 
 Memory is counted by liveness, as ``execute`` lets go of values: a storage exists while any
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from core_torch.shard.cost import Costs, wire_bytes
-from core_torch.shard.program import Instruction, Kind, Op, Program
+from core_torch.shard.program import Instruction, Kind, Link, Op, Program
 
 
 class Span(NamedTuple):
@@ -44,6 +45,7 @@ class Transfer(NamedTuple):
     end: float
     awaited: float  # when the compute stream came to the wait
     exposed: float  # how long it was blocked there
+    link: Link = "shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class Timeline:
     transfers: tuple[Transfer, ...]  # in order of issue
     seconds: float
     compute_seconds: float
-    link_seconds: float  # for which the link is occupied
+    link_seconds: float  # for which links are occupied
     exposed_seconds: float
     peak_bytes: int
     peak_at: int  # number of the span; -1: before the first
@@ -92,14 +94,14 @@ class _Machine:
     costs: Costs
     memory: _Memory
     now: float = 0.0
-    link_free: float = 0.0
+    link_free: dict[Link, float] = field(default_factory=lambda: {"shard": 0.0, "replica": 0.0})
     spans: list[Span] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
 
     def compute(self, seconds: float) -> None:
-        """Advances the stream by work that is slower while the link is busy."""
+        """Advances the stream by work that is slower while a link is busy."""
         slowdown = self.costs.compute_slowdown
-        busy = max(self.link_free - self.now, 0.0)
+        busy = max(*self.link_free.values(), self.now) - self.now
         if seconds * slowdown <= busy:
             self.now += seconds * slowdown
         else:
@@ -110,13 +112,12 @@ class _Machine:
         if start.op is None:
             raise ValueError(f"start {start.name} of {program} names no operation")
         seconds = self.costs.link_seconds(start.op, start.payload_bytes, start.ranks)
-        begin = max(self.now, self.link_free)
+        begin = max(self.now, self.link_free[start.link])
         end = begin + seconds
-        self.link_free = end
+        self.link_free[start.link] = end
         wire = wire_bytes(start.op, start.payload_bytes, start.ranks)
-        transfer = Transfer(
-            program, start.name, start.op, start.payload_bytes, wire, self.now, begin, end, end, 0.0
-        )
+        size, times = start.payload_bytes, (self.now, begin, end, end, 0.0)
+        transfer = Transfer(program, start.name, start.op, size, wire, *times, start.link)
         self.transfers.append(transfer)
         return len(self.transfers) - 1
 

@@ -1,7 +1,8 @@
 """The engine of local SGD: one object that a training loop tells of its inner steps.
 
-It owns the state, asks the trigger what is due, and runs rounds with the two verbs of
-sync_round.py in the order of schedule.py. All formulas are elsewhere.
+It owns the state, asks the trigger what is due, and says when a round is performed: right after
+an inner step, inside the next forward, or at the end. rounds.py performs it; all formulas are
+elsewhere.
 """
 
 from collections.abc import Iterator
@@ -10,20 +11,20 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
-from core_torch.collectives import Pending, all_gather, psum
+from core_torch.collectives import all_gather, psum
 from core_torch.errors import ReplicasDiffer
 from core_torch.mesh import Mesh
-from core_torch.shard.access import local_shard
-from core_torch.sync import sync_round
-from core_torch.sync.events import RoundEvent, describe
+from core_torch.sync.events import RoundEvent
+from core_torch.sync.meeting import Meeting
 from core_torch.sync.methods import Rules
-from core_torch.sync.outer import heal
-from core_torch.sync.penalty import update_stats
-from core_torch.sync.schedule import start_ahead
+from core_torch.sync.rounds import Rounds
+from core_torch.sync.schedule import InOrder
 from core_torch.sync.state import SyncState, checksum, take_anchor
-from core_torch.sync.sync_round import Axes, Finished, Measured
-from core_torch.sync.trigger import StepTrigger
+from core_torch.sync.store import make_store
+from core_torch.sync.sync_round import Axes
+from core_torch.sync.trigger import StepTrigger, TimeTrigger
 from core_torch.sync.units import SyncUnit
+from core_torch.sync.votes import Votes
 
 
 class LocalSGD:
@@ -44,12 +45,16 @@ class LocalSGD:
         mesh: Mesh,
         *,
         rules: Rules,
-        trigger: StepTrigger,
+        trigger: StepTrigger | TimeTrigger,
     ) -> None:
         self.units, self.optimizer, self.rules, self.trigger = units, optimizer, rules, trigger
         self.axes = Axes(mesh.replica, mesh.round_shard)
-        self.step = 0
+        self.step = 0  # own: completed inner steps of this replica
         self.state: SyncState | None = None  # None before replicas part
+        self.votes = Votes(replicas=mesh.replica.size)
+        self._device = units[0].shards()[0].device
+        self.rounds = Rounds(units, optimizer, rules, self.axes, self.votes, is_timed=self.is_timed)
+        self._forward: tuple[Meeting, InOrder] | None = None  # a round inside a forward
         self._join_if_due()
 
     @property
@@ -57,24 +62,65 @@ class LocalSGD:
         """True while the next inner step averages gradients over the replicas too."""
         return self.trigger.is_synchronous(self.step)
 
-    @torch.no_grad()
-    def after_step(self) -> RoundEvent | None:
-        """Call after each inner step. Returns the round's event if one was due."""
-        self.step += 1
-        if self.state is not None:
-            self.state.steps_since += 1
-        self._join_if_due()
-        return self._round(forced=False) if self.trigger.is_due(self.step) else None
+    @property
+    def is_timed(self) -> bool:
+        """True if rounds go by the clock, so that replicas make different numbers of steps."""
+        return isinstance(self.trigger, TimeTrigger)
 
     @torch.no_grad()
-    def finish(self) -> RoundEvent | None:
-        """Call once at the end: a forced round, so that no inner step is lost.
+    def after_step(self, tokens: int = 0) -> RoundEvent | None:
+        """Call after each inner step.
 
-        It leaves the norm statistics alone. Returns None if no step followed the last round.
+        Args:
+            tokens: that this replica has trained on in the step; needed by time triggers.
+
+        Returns:
+            The event of a round that is complete and was not told yet, if there is one. On CUDA
+            the newest is held back until another is complete, for to read it is to wait.
         """
-        if self.state is None or self.state.steps_since == 0:
-            return None
-        return self._round(forced=True)
+        self.end_forward()  # units that the forward has not reached
+        self.step += 1
+        self.votes.local_tokens += tokens
+        state = self.state
+        if state is not None:
+            state.steps_since = [count + 1 for count in state.steps_since]
+            self.rounds.finish_late(state, self.step)
+            group = self._group_due()
+            if group is not None and self.rules.layerwise:
+                state.is_due = True
+            elif group is not None:
+                self._perform(self.rounds.members(group), forced=False)
+        self._join_if_due()
+        return self.rounds.tell(newest_too=self._device.type != "cuda")
+
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Takes part in the next round right now, outside a forward; it is told later."""
+        if self.state is not None:
+            self.state.is_due = self.votes.is_stepping = False
+            self._perform(self.rounds.members(0), forced=False)
+            self.votes.is_stepping = True
+
+    @torch.no_grad()
+    def finish(self) -> list[RoundEvent]:
+        """Call once at the end: nothing stays in flight, and no inner step is lost.
+
+        A round that is due is performed; then what is in flight is used; then, if inner steps
+        followed the last round, a forced round, which leaves the norm statistics alone. Under a
+        time trigger this replica serves rounds until all replicas have called this.
+
+        Returns:
+            All events that were not told yet.
+        """
+        self.end_forward()
+        if self.state is not None and self.is_timed:
+            self._serve_until_all_stop(self.state)
+        elif self.state is not None:
+            self._settle(self.state)
+        events = []
+        while (event := self.rounds.tell(newest_too=True)) is not None:
+            events.append(event)
+        return events
 
     @contextmanager
     def anchor_weights(self) -> Iterator[None]:
@@ -82,20 +128,63 @@ class LocalSGD:
 
         Restores every bit on exit. Before replicas part the parameters are used as they are.
         """
-        if self.state is None:
+        state = self.state
+        if state is None:
             yield
             return
         kept = [[x.clone() for x in unit.shards()] for unit in self.units]
         try:
-            self._write([s.anchor for s in self.state.units])
+            for u, unit in enumerate(self.units):
+                unit.write(state.store.get(u).anchor)
+                state.store.release(u)
             yield
         finally:
-            self._write(kept)
+            for unit, values in zip(self.units, kept, strict=True):
+                unit.write(values)
 
-    def _write(self, values: list[list[torch.Tensor]]) -> None:
-        for unit, tensors in zip(self.units, values, strict=True):
-            for x, value in zip(unit.shards(), tensors, strict=True):
-                x.copy_(value)
+    # A round inside a forward. forward_sync.py and compiled graphs call what follows.
+
+    @torch.no_grad()
+    def begin_forward(self) -> bool:
+        """Call when a training forward begins. True if it carries a round, now measured."""
+        state = self.state
+        if state is None or not state.is_due:
+            return False
+        state.is_due = False
+        members = self.rounds.members(0)
+        meeting = self.rounds.measure(state, members, step=self.step, forced=False)
+        self._restart_clock()
+        if not meeting.is_empty:
+            self._forward = (meeting, self.rounds.in_order(state, meeting))
+        return not meeting.is_empty
+
+    @torch.no_grad()
+    def reach(self, u: int) -> None:
+        """Completes the round of unit u and of all before it; later ones may be in flight."""
+        if self._forward is not None:
+            self._forward[1].reach(u)
+
+    @torch.no_grad()
+    def start(self, u: int) -> None:
+        """Starts unit u's exchange of the round in this forward."""
+        assert self._forward is not None, "no round in this forward"
+        self._forward[1].start(u)
+
+    @torch.no_grad()
+    def complete(self, u: int) -> None:
+        """Completes unit u's exchange; its parameters are new when this returns."""
+        assert self._forward is not None, "no round in this forward"
+        self._forward[1].finish(u)
+
+    @torch.no_grad()
+    def end_forward(self) -> None:
+        """Completes what is left of the round in this forward."""
+        if self._forward is not None:
+            assert self.state is not None
+            meeting, order = self._forward
+            order.complete()
+            self._forward = None
+            self.rounds.conclude(self.state, meeting)
 
     def _join_if_due(self) -> None:
         """Takes the anchor when replicas part, after proof that they are equal."""
@@ -113,50 +202,53 @@ class LocalSGD:
                 likely="weights initialised from different seeds, or loaded from different files",
                 next="twinshard doctor",
             )
-        self.state = take_anchor(self.units, replicas=self.axes.replica.size)
+        self.begin_apart()
+        self._restart_clock()
 
-    def _round(self, *, forced: bool) -> RoundEvent:
-        state = self.state
-        assert state is not None, "a round before replicas parted"
-        measured = sync_round.measure_all(
-            self.units, state.units, state.stats, self.rules, self.axes
-        )
-        me = self.axes.replica.index
+    def begin_apart(self) -> None:
+        """Makes the state from the parameters as they are: anchors equal to them, no motion."""
+        store = make_store(self.rules.store, self.units, self.axes.replica)
+        self.state = take_anchor(self.units, store, replicas=self.axes.replica.size)
+        self.votes.agree()
 
-        def start(u: int) -> Pending:
-            weight = measured.weight_UR[u, me]
-            return sync_round.start(self.units[u], state.units[u], weight, self.axes)
+    def _group_due(self) -> int | None:
+        """The group whose round belongs after this step. The first shard's clock decides."""
+        if isinstance(self.trigger, StepTrigger):
+            return self.trigger.due(self.step)
+        is_due = self.trigger.is_over() or self.votes.has_enough
+        mine = torch.tensor(int(is_due and self.axes.shard.index == 0), device=self._device)
+        return 0 if int(psum(mine, self.axes.shard, scope="trigger")) else None
 
-        def finish(u: int, pending: Pending) -> Finished:
-            accept = measured.accept_U[u]
-            done = sync_round.finish(
-                self.units[u], state.units[u], pending, accept, self.rules, self.axes
-            )
-            state.units[u] = done.state  # at once, so that old and new never lie side by side
-            self._heal(self.units[u], ~measured.verdict.is_finite_R[u, me])
-            return done
+    def _perform(self, members: list[int], *, forced: bool, at_once: bool = False) -> Meeting:
+        assert self.state is not None, "a round before replicas parted"
+        meeting = self.rounds.measure(self.state, members, step=self.step, forced=forced)
+        self.rounds.perform(self.state, meeting, at_once=at_once)
+        self._restart_clock()
+        return meeting
 
-        finished = start_ahead(len(self.units), start, finish, limit=self.rules.prefetch_units)
-        return self._conclude(state, measured, finished, forced=forced)
+    def _restart_clock(self) -> None:
+        if isinstance(self.trigger, TimeTrigger):
+            self.trigger.restart()
 
-    def _conclude(
-        self, state: SyncState, measured: Measured, finished: list[Finished], *, forced: bool
-    ) -> RoundEvent:
-        if self.rules.excludes and self.rules.penalty is not None and not forced:
-            alpha = self.rules.penalty.ema_alpha
-            state.stats = update_stats(
-                measured.norm_UR, measured.verdict, state.stats, ema_alpha=alpha
-            )
-        state.rounds += 1
-        state.steps_since = 0
-        names = [unit.name for unit in self.units]
-        counts = dict(round=state.rounds, step=self.step, forced=forced)
-        return describe(measured, finished, units=names, **counts)
+    def _settle(self, state: SyncState) -> None:
+        """Performs what is due, in flight or left over."""
+        everything = list(range(len(self.units)))
+        if state.is_due:
+            state.is_due = False
+            self._perform(everything, forced=False)
+        if self.rules.method.finish == "next round":
+            if any(state.steps_since):
+                self._perform(everything, forced=True)
+            if state.flights:
+                self.rounds.finish_flights(state)
+        else:
+            self.rounds.finish_flights(state)
+            if any(state.steps_since):
+                self._perform(everything, forced=True, at_once=True)
 
-    def _heal(self, unit: SyncUnit, is_bad: torch.Tensor) -> None:
-        """Restarts the inner optimizer of a unit where this replica went non-finite."""
-        for p in unit.params:
-            for value in self.optimizer.state.get(p, {}).values():
-                if isinstance(value, torch.Tensor):
-                    held = local_shard(value)
-                    held.copy_(heal(held, is_bad))
+    def _serve_until_all_stop(self, state: SyncState) -> None:
+        """Rounds without steps between them, until every replica is here."""
+        state.is_due = self.votes.is_stepping = False
+        self.votes.is_stopping = True
+        while not self._perform(self.rounds.members(0), forced=False).forced:
+            pass

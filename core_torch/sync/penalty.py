@@ -5,7 +5,7 @@ counter, and nothing reads a tensor back to the host. The engine, the simulator 
 the parity tests all call these same functions.
 
 Mirror      reference_jax/sync/penalty.py, function by function
-Equations   (P1)..(P7) in docs/algorithms/edit.md, which cites Cheng et al., arXiv:2412.07210
+Equations   (P1)..(P8) in docs/algorithms/edit.md, which cites Cheng et al., arXiv:2412.07210
 
 Shape suffixes
     R    replicas in the sync round; always the last axis. Any axes before it (the units
@@ -171,6 +171,27 @@ def uniform_weights(is_anomaly_R: Tensor, *, dtype: torch.dtype) -> Tensor:
     """(..., R) equal weights over the replicas that are not anomalies; zeros if all are. (P5)"""
     kept_R = (~is_anomaly_R).to(dtype)
     return kept_R / kept_R.sum(dim=-1, keepdim=True).clamp(min=1.0)
+
+
+def step_weights(
+    weight_R: Tensor, steps_R: Tensor, is_anomaly_R: Tensor, *, share: float
+) -> Tensor:
+    """Lets replicas that made more inner steps count for more. (P8)
+
+    Args:
+        weight_R: (..., R) weights of (P5).
+        steps_R: (..., R) integer, inner steps since the last round.
+        is_anomaly_R: (..., R) bool, replicas to leave out.
+        share: part of the weight in [0, 1] that goes by steps; 0 keeps ``weight_R``.
+
+    Returns:
+        (..., R) ``(1 - share) * weight + share * steps / sum(steps)`` over the replicas that
+        are not left out. Exact zeros for the others; zeros everywhere if all are left out.
+    """
+    taken_R = torch.where(is_anomaly_R, 0, steps_R).to(weight_R.dtype)
+    total = taken_R.sum(dim=-1, keepdim=True)
+    mixed_R = (1.0 - share) * weight_R + share * (taken_R / total.clamp(min=1.0))
+    return torch.where(is_anomaly_R, 0.0, torch.where(total > 0, mixed_R, weight_R))
 
 
 def effective_replicas(weight_R: Tensor) -> Tensor:

@@ -1,42 +1,39 @@
 """What local SGD remembers between rounds: anchors, velocities, norm statistics, counts."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from core_torch.sync.meeting import Meeting
 from core_torch.sync.penalty import NormStats, init_stats
+from core_torch.sync.store import Store
+from core_torch.sync.unit_state import UnitState
 from core_torch.sync.units import SyncUnit
-
-
-class UnitState(NamedTuple):
-    """A unit's outer state. Every tensor is this rank's rows, in the order of the unit."""
-
-    anchor: list[Tensor]
-    velocity: list[Tensor]
 
 
 @dataclass(slots=True)
 class SyncState:
-    """Outer state of the whole model; equal on all replicas."""
+    """Outer state of the whole model. What a replica has for itself is marked as own."""
 
-    units: list[UnitState]
+    store: Store  # anchors and velocities
     stats: NormStats  # (U, R)
-    rounds: int = 0  # performed
-    steps_since: int = 0  # inner steps since the last round, or since the anchor was taken
+    rounds: int = 0  # numbered so far
+    steps_since: list[int] = field(default_factory=list)  # own; of each unit since its last round
+    is_due: bool = False  # own; a round waits for the next forward
+    flights: list[Meeting] = field(default_factory=list)  # exchanges that are used later
+    residuals: list[Tensor | None] = field(default_factory=list)  # own; what coding has left out
 
 
 @torch.no_grad()
-def take_anchor(units: list[SyncUnit], *, replicas: int) -> SyncState:
+def take_anchor(units: list[SyncUnit], store: Store, *, replicas: int) -> SyncState:
     """The state right after the warm-up: anchors are the parameters, nothing moves yet."""
-    states = []
-    for unit in units:
+    for u, unit in enumerate(units):
         anchor = [x.clone() for x in unit.shards()]
-        states.append(UnitState(anchor, [torch.zeros_like(a) for a in anchor]))
-    like = states[0].anchor[0]
+        store.put(u, UnitState(anchor, [torch.zeros_like(a) for a in anchor]))
+    like = units[0].shards()[0]
     stats = init_stats((len(units), replicas), dtype=like.dtype, device=like.device)
-    return SyncState(states, stats)
+    return SyncState(store, stats, steps_since=[0] * len(units), residuals=[None] * len(units))
 
 
 def checksum(tensors: list[Tensor]) -> Tensor:

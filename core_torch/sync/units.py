@@ -4,13 +4,18 @@ A unit is a list of tensors. Each has a replication factor, the number of ranks 
 replica (over tp or pp) that hold the same elements; norms divide it out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from core_torch.errors import ConfigError
 from core_torch.shard.access import local_shard
+
+Kind = Literal["none", "model", "fragments", "units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +31,54 @@ class SyncUnit:
         """This rank's rows of each parameter, sharing their storage."""
         return [local_shard(p) for p in self.params]
 
+    @torch.no_grad()
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Overwrites this rank's rows, in place."""
+        for x, value in zip(self.shards(), values, strict=True):
+            x.copy_(value)
+
 
 def sync_units(
-    module: nn.Module, groups: dict[str, list[str]], *, whole_model: bool
+    module: nn.Module, groups: dict[str, list[str]], *, kind: Kind, fragments: int = 1
 ) -> list[SyncUnit]:
-    """The units of ``groups`` (name -> parameter names), or one unit "model" of them all.
+    """What the exchanges of a method cover.
+
+    Args:
+        module: sharded.
+        groups: units of the model, name -> parameter names, in order of the forward.
+        kind: "units" takes them as they are; "model" makes one unit "model" of them all;
+            "fragments" makes unit i part of "fragment.p", p = i modulo ``fragments``, so that
+            each fragment holds layers from all depths.
+        fragments: P.
 
     Raises:
-        ValueError: parameters stored in less than float32. The difference between an
-            anchor and a rounded copy of it would be a false pseudo-gradient.
+        ConfigError: more fragments than units; or parameters stored in less than float32, for
+            the difference between an anchor and a rounded copy of it would be a false
+            pseudo-gradient; or in several dtypes.
     """
     params = dict(module.named_parameters())
     for name, p in params.items():
         if torch.promote_types(p.dtype, torch.float32) != p.dtype:
-            raise ValueError(f"{name} is stored in {p.dtype}; local SGD needs float32 or wider")
-    if whole_model:
+            raise ConfigError(
+                f"{name} is stored in {p.dtype}; local SGD needs float32 or wider",
+                next="store float32 parameters and compute in bfloat16 (mixed precision)",
+            )
+    dtypes = {p.dtype for p in params.values()}
+    if len(dtypes) > 1:
+        raise ConfigError(f"parameters are stored in {sorted(map(str, dtypes))}; one is needed")
+    if kind == "model":
         groups = {"model": [name for names in groups.values() for name in names]}
+    if kind == "fragments":
+        if fragments > len(groups):
+            raise ConfigError(
+                f"sync.streaming.fragments: {fragments} for {len(groups)} units of the model",
+                next=f"at most --sync.streaming.fragments {len(groups)}",
+            )
+        held = list(groups.values())
+        groups = {
+            f"fragment.{p}": [name for names in held[p::fragments] for name in names]
+            for p in range(fragments)
+        }
     return [
         SyncUnit(unit, tuple(names), tuple(params[n] for n in names), (1,) * len(names))
         for unit, names in groups.items()

@@ -164,8 +164,10 @@ def test_ratios_are_against_fsdp2_as_shipped() -> None:
         (["shard", "--variants", "fsdp3"], "'fsdp3' is unknown"),
         (["shard", "--steps", "3"], "steps: must be at least 10"),
         (["shard", "--json", "/no/such/folder/x.json"], "there is no folder '/no/such/folder'"),
-        (["speed"], "benchmarks are: shard; 'speed' is none"),
-        ([], "benchmarks are: shard; not said which"),
+        (["sync", "--slow-replica", "0.5"], "slow_replica: must be at least 1.0, got 0.5"),
+        (["sync", "--network", "1gbit"], "'1gbit' is neither loopback nor RATE,DELAY"),
+        (["speed"], "bench measures shard or sync; 'speed' is none"),
+        ([], "bench measures shard or sync; not said which"),
     ],
 )
 def test_mistakes_are_told_before_any_work(

@@ -7,6 +7,7 @@ import pytest
 
 from core_torch.config import (
     CheckpointConfig,
+    Co2Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
@@ -17,7 +18,9 @@ from core_torch.config import (
     RunConfig,
     ScheduleConfig,
     ShardConfig,
+    StreamingConfig,
     SyncConfig,
+    TimedConfig,
     TrainConfig,
     all_problems,
     check,
@@ -96,7 +99,14 @@ BOUNDS: dict[str, list[tuple[Any, Any]]] = {
     "sync.penalty.temperature": [(0.0, 0.1)],
     "sync.penalty.max_norm": [(0.0, 0.1)],
     "sync.penalty.eps": [(0.0, 1e-12)],
+    "sync.streaming.fragments": [(0, 1), (3, 4)],
+    "sync.streaming.delay": [(-1, 0), (8, 7)],
+    "sync.streaming.mix": [(-0.1, 0.0), (1.1, 1.0)],
+    "sync.co2.clip": [(0.0, 0.1)],
+    "sync.timed.min_total_steps": [(0, 1)],
+    "sync.timed.step_weight": [(-0.1, 0.0), (1.1, 1.0)],
     "shard.memory_limit_mib": [(-1, 0)],
+    "shard.forward_prefetch": [(-1, 0)],
     "train.steps": [(0, 1)],
     "train.accumulate": [(0, 1)],
     "train.seed": [(-1, 0)],
@@ -104,6 +114,12 @@ BOUNDS: dict[str, list[tuple[Any, Any]]] = {
     "train.evaluate_sequences": [(0, 1)],
     "checkpoint.every": [(-1, 0)],
     "checkpoint.keep": [(1, 2)],
+}
+# Settings of one method are refused with another.
+BASES = {
+    "sync.streaming": RunConfig(sync=SyncConfig(method="streaming_diloco", every=8)),
+    "sync.co2": RunConfig(sync=SyncConfig(method="co2")),
+    "sync.timed": RunConfig(sync=SyncConfig(method="aedit", every="600s")),
 }
 # Where the value is to blame together with another field, the one that is named.
 NAMED = {("model.dim", 18): "model.heads", ("model.context", 0): "model.context"}
@@ -116,8 +132,9 @@ NAMED = {("model.dim", 18): "model.heads", ("model.context", 0): "model.context"
 def test_a_value_just_beyond_its_bound_is_refused_by_its_path(
     path: str, bad: Any, good: Any
 ) -> None:
-    assert NAMED.get((path, bad), path) in paths(changed(RunConfig(), path, bad))
-    check(changed(RunConfig(), path, good))
+    base = BASES.get(path.rpartition(".")[0], RunConfig())
+    assert NAMED.get((path, bad), path) in paths(changed(base, path, bad))
+    check(changed(base, path, good))
 
 
 @pytest.mark.parametrize("path", floats(RunConfig()))
@@ -186,18 +203,43 @@ def test_every_number_stands_in_the_table_of_bounds() -> None:
         (
             SyncConfig(method="diloco", penalty=PenaltyConfig(clip=False)),
             "penalty",
-            "diloco has no penalty; only edit has",
+            "diloco has no penalty; edit and aedit have",
         ),
         (
             SyncConfig(method="post_local_sgd", outer=OuterConfig(lr=0.5)),
             "outer",
-            "post_local_sgd has no outer optimizer; diloco and edit have",
+            "post_local_sgd has no outer optimizer",
         ),
         (
             SyncConfig(method="synchronous", outer=OuterConfig(momentum=0.5)),
             "outer",
             "synchronous has no outer optimizer",
         ),
+        (
+            SyncConfig(method="aedit", every=600),
+            "every",
+            "aedit counts seconds, e.g. 600s; got 600",
+        ),
+        (SyncConfig(method="aedit", every="0s"), "every", "aedit counts seconds"),
+        (SyncConfig(method="aedit", every="ten minutes"), "every", "got 'ten minutes'"),
+        (SyncConfig(method="diloco", layerwise=True), "layerwise", "unit by unit"),
+        (SyncConfig(method="synchronous", wire="int8"), "wire", "sends gradients"),
+        (SyncConfig(method="synchronous", offload=True), "offload", "has no anchor"),
+        (SyncConfig(method="co2_star", offload=True), "offload", "over the replicas already"),
+        (SyncConfig(streaming=StreamingConfig(delay=0)), "streaming", "edit has no fragments"),
+        (SyncConfig(co2=Co2Config(clip=2.0)), "co2", "edit has no staleness penalty"),
+        (SyncConfig(timed=TimedConfig(step_weight=0.5)), "timed", "edit counts steps"),
+        (
+            SyncConfig(method="streaming_diloco", every=9),
+            "streaming.fragments",
+            "2 fragments need sync.every to be a multiple of 2, got 9",
+        ),
+        (
+            SyncConfig(method="streaming_diloco", every=4, streaming=StreamingConfig(delay=4)),
+            "streaming.delay",
+            "a delay of 4 steps must be below sync.every 4",
+        ),
+        (ShardConfig(method="simple_fsdp", forward_prefetch=1), "forward_prefetch", "for fsdp2"),
         (TrainConfig(dtype="float64", compute="bfloat16"), "compute", "float64 only"),
         (
             RunConfig(model=ModelConfig(context=64), data=DataConfig(sequence=65)),
@@ -224,6 +266,10 @@ def test_settings_that_do_not_fit_each_other_are_refused_in_words(
         SyncConfig(method="synchronous"),
         SyncConfig(method="post_local_sgd", warmup=5),
         SyncConfig(method="diloco", outer=OuterConfig(lr=0.5, momentum=0.0)),
+        SyncConfig(method="aedit", every="600s", timed=TimedConfig(step_weight=0.5)),
+        SyncConfig(method="aedit", every="2.5s", penalty=PenaltyConfig(clip=False)),
+        SyncConfig(method="co2_star", outer=OuterConfig(lr=0.5), wire="bf16"),
+        SyncConfig(layerwise=False, offload=True),
         TrainConfig(dtype="float64"),
         TrainConfig(compute="bfloat16"),
         MeshConfig(device="cuda"),  # whether there is one is for the mesh to say

@@ -85,8 +85,9 @@ def test_every_field_that_may_be_none_is_none_by_default() -> None:
     # to_toml leaves None out, so reading it back takes the default.
     default, known = RunConfig(), kinds(RunConfig())
     optional = [path for path, kind in known.items() if "None" in str(kind)]
-    assert optional == ["sync.outer.lr", "sync.outer.momentum"]
+    assert optional == ["sync.layerwise", "sync.outer.lr", "sync.outer.momentum"]
     assert default.sync.outer == OuterConfig(lr=None, momentum=None)
+    assert default.sync.layerwise is None
 
 
 def test_a_dictionary_of_all_values_gives_the_config_back() -> None:
@@ -116,8 +117,8 @@ def test_all_problems_of_a_file_come_at_once_with_suggestions(tmp_path: Path) ->
         "model.heads: 3 heads do not divide dim 128",
         "model.kv_heads: 2 key/value heads do not divide 3 heads",
         "model.tied: expected true or false, got 1",
-        "sync.method: expected one of synchronous, post_local_sgd, diloco, edit, got 'diloko'; "
-        "did you mean diloco?",
+        "sync.method: expected one of synchronous, post_local_sgd, diloco, streaming_diloco, "
+        "co2, co2_star, edit, aedit, got 'diloko'; did you mean diloco?",
         "sync.every: expected a whole number or text, got True",
         "optim.eps: expected a number, got 'small'",
         "run.toml",

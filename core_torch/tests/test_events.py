@@ -1,17 +1,19 @@
 """An event tells a round in plain numbers."""
 
 import json
+import math
 from dataclasses import asdict
 
 import torch
 
 from core_torch.sync.events import RoundEvent, describe
+from core_torch.sync.meeting import Meeting, Told
 from core_torch.sync.penalty import Verdict
-from core_torch.sync.state import UnitState
-from core_torch.sync.sync_round import Finished, Measured
+from core_torch.sync.sync_round import Measured
+from core_torch.sync.units import SyncUnit
 
 
-def event() -> RoundEvent:
+def event(steps: list[int] | None = None, *, is_empty: bool = False) -> RoundEvent:
     """Two units on three replicas: one has a NaN and two re-armed flags, the other rolls back."""
     yes, no = True, False
     verdict = Verdict(
@@ -26,13 +28,21 @@ def event() -> RoundEvent:
         weight_UR=torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]),
         accept_U=torch.tensor([yes, no]),
     )
-    state = UnitState([torch.zeros(1)], [torch.zeros(1)])
-    finished = [
-        Finished(state, torch.tensor(2.0), torch.tensor(0.25)),
-        Finished(state, torch.tensor(0.0), torch.tensor(1.0)),
-    ]
-    counts = dict(round=7, step=42, forced=False)
-    return describe(measured, finished, units=["embedding", "head"], **counts)
+    told = {
+        0: Told(torch.tensor(2.0), torch.tensor(0.25), torch.tensor(1.5)),
+        1: Told(torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)),
+    }
+    meeting = Meeting(
+        number=7,
+        step=42,
+        forced=False,
+        members=[0, 2],
+        steps=steps or [5, 5, 5],
+        measured=measured,
+        is_empty=is_empty,
+        finished={} if is_empty else told,
+    )
+    return describe(meeting, [SyncUnit(n, (), (), ()) for n in ("embedding", "layer", "head")])
 
 
 def test_every_field_of_a_line_has_a_place_for_each_unit_and_replica() -> None:
@@ -42,6 +52,8 @@ def test_every_field_of_a_line_has_a_place_for_each_unit_and_replica() -> None:
         "round": 7,
         "step": 42,
         "forced": False,
+        "empty": False,
+        "steps": [5, 5, 5],
         "units": ["embedding", "head"],
         "norm": [[4.0, 5.0, 6.0]],
         "finite": [[True, True, False], [True, True, True]],
@@ -52,6 +64,7 @@ def test_every_field_of_a_line_has_a_place_for_each_unit_and_replica() -> None:
         "effective_replicas": [2.0, 0.0],
         "combined_norm": [2.0, 0.0],
         "clip": [0.25, 1.0],
+        "gap": [1.5, 1.0],
         "rollback": [False, True],
     }
 
@@ -62,6 +75,14 @@ def test_an_event_holds_no_tensor() -> None:
 
 def test_anomalies_count_pairs_of_unit_and_replica() -> None:
     assert event().anomalies == 4
+    assert event([0, 3, 3]).anomalies == 3, "who made no step is absent, not anomalous"
+    assert event(is_empty=True).anomalies == 0
+
+
+def test_an_empty_round_tells_norms_and_no_exchange() -> None:
+    told = event(is_empty=True)
+    assert told.empty and told.norm[1] == [4.0, 5.0, 6.0] and told.clip == [1.0, 1.0]
+    assert all(math.isnan(x) for x in told.combined_norm)
 
 
 def test_the_first_non_finite_norm_is_named_by_unit_and_replica() -> None:

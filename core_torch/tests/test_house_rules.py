@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("core_torch", "reference_jax", "parity_tests")
 READING_ORDER = (
-    "errors config collectives mesh trace data models adamw schedules shard sync train "
+    "errors config_base config_sync config collectives mesh trace data models adamw schedules shard sync train "
     "checkpoint report simulate bench cli"
 ).split()
-STANDARD_LIBRARY_ONLY = ("errors", "config", "config_file")
+STANDARD_LIBRARY_ONLY = ("errors", "config_base", "config_sync", "config", "config_file")
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "yaml"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, TRIVIAL_LINES = 400, 60, 3

@@ -20,6 +20,7 @@ from core_torch.sync.penalty import (
     judge,
     median_over_replicas,
     mixing_weights,
+    step_weights,
     uniform_weights,
     update_stats,
     weigh,
@@ -307,6 +308,30 @@ def test_the_relative_temperature_ignores_those_left_out() -> None:
 def test_replicas_that_did_not_move_share_the_weight() -> None:
     weight_R = mixing_weights(norms(0.0, 0.0), nobody(2), temperature=1.0, relative=True)
     assert weight_R.tolist() == [0.5, 0.5]
+
+
+def test_a_share_of_the_weight_goes_by_steps_among_those_who_are_let_in() -> None:
+    weight_R, out_R = norms(0.75, 0.25, 0.0), torch.tensor([False, False, True])
+    steps_R = torch.tensor([1, 3, 100])
+    assert step_weights(weight_R, steps_R, out_R, share=1.0).tolist() == [0.25, 0.75, 0.0]
+    assert step_weights(weight_R, steps_R, out_R, share=0.5).tolist() == [0.5, 0.5, 0.0]
+    assert torch.equal(step_weights(weight_R, steps_R, out_R, share=0.0), weight_R)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(positive, st.integers(0, 500), st.booleans()), min_size=1, max_size=8),
+    st.floats(0.0, 1.0),
+)
+def test_weights_by_steps_sum_to_one_or_nothing_whatever_the_steps(
+    rows: list[tuple[float, int, bool]], share: float
+) -> None:
+    norm_R, out_R = norms(*(r[0] for r in rows)), torch.tensor([r[2] for r in rows])
+    weight_R = mixing_weights(norm_R, out_R, temperature=1.0, relative=True)
+    shared_R = step_weights(weight_R, torch.tensor([r[1] for r in rows]), out_R, share=share)
+    assert shared_R[out_R].count_nonzero() == 0 and bool((shared_R >= 0).all())
+    total = 0.0 if out_R.all() else 1.0
+    assert abs(shared_R.sum().item() - total) <= 32 * 2.0**-52  # four roundings a replica
 
 
 def test_uniform_weights_are_exact_fractions() -> None:

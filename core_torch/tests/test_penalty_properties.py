@@ -14,6 +14,7 @@ from core_torch.sync.penalty import (
     NormStats,
     judge,
     mixing_weights,
+    step_weights,
     uniform_weights,
     update_stats,
     weigh,
@@ -48,6 +49,8 @@ def decide(norm_R: Tensor, stats: NormStats) -> list[Tensor]:
     verdict = judged(norm_R, stats)
     out_R = verdict.is_anomaly_R
     weights = [mixing_weights(norm_R, out_R, temperature=1.0, relative=r) for r in (False, True)]
+    # The counts stand in for numbers of steps: they are permuted and cut along.
+    weights += [step_weights(w, stats.count_R, out_R, share=0.5) for w in weights]
     after = update_stats(norm_R, verdict, stats, ema_alpha=0.02)
     return [*verdict, *weights, uniform_weights(out_R, dtype=F64), *after]
 

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_torch.errors import ConfigError
 from core_torch.sync.state import checksum, take_anchor
+from core_torch.sync.store import OnDevice
 from core_torch.sync.units import SyncUnit, sync_units
 
 DTYPES = [torch.float32, torch.float64]
@@ -26,24 +28,26 @@ def tower(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, list
 @both_dtypes
 def test_the_anchor_is_a_copy_and_nothing_moves_yet(dtype: torch.dtype) -> None:
     module, groups = tower(dtype)
-    units = sync_units(module, groups, whole_model=False)
-    state = take_anchor(units, replicas=3)
+    units = sync_units(module, groups, kind="units")
+    state = take_anchor(units, OnDevice(units), replicas=3)
     before = [p.detach().clone() for p in module.parameters()]
     with torch.no_grad():
         for p in module.parameters():
             p.add_(1.0)
-    anchors = [a for unit in state.units for a in unit.anchor]
+    held = [state.store.get(u) for u in range(2)]
+    anchors = [a for unit in held for a in unit.anchor]
     assert all(torch.equal(a, b) for a, b in zip(anchors, before, strict=True))
-    assert all(not v.any() for unit in state.units for v in unit.velocity)
-    assert {x.dtype for unit in state.units for x in (*unit.anchor, *unit.velocity)} == {dtype}
+    assert all(not v.any() for unit in held for v in unit.velocity)
+    assert {x.dtype for unit in held for x in (*unit.anchor, *unit.velocity)} == {dtype}
     assert not any(a.requires_grad for a in anchors)
-    assert (state.rounds, state.steps_since) == (0, 0)
+    assert (state.rounds, state.steps_since, state.is_due) == (0, [0, 0], False)
 
 
 @both_dtypes
 def test_statistics_start_empty_with_a_row_for_each_unit(dtype: torch.dtype) -> None:
     module, groups = tower(dtype)
-    stats = take_anchor(sync_units(module, groups, whole_model=False), replicas=3).stats
+    units = sync_units(module, groups, kind="units")
+    stats = take_anchor(units, OnDevice(units), replicas=3).stats
     assert all(x.shape == (2, 3) and not x.any() for x in stats)
     assert [x.dtype for x in stats] == [dtype, dtype, torch.int64, torch.int64]
     places = {x.data_ptr() for x in stats}
@@ -52,7 +56,7 @@ def test_statistics_start_empty_with_a_row_for_each_unit(dtype: torch.dtype) -> 
 
 def test_units_hold_the_parameters_themselves_in_the_order_given() -> None:
     module, groups = tower()
-    units = sync_units(module, groups, whole_model=False)
+    units = sync_units(module, groups, kind="units")
     assert [(u.name, list(u.names)) for u in units] == list(groups.items())
     params = dict(module.named_parameters())
     assert all(p is params[n] for u in units for n, p in zip(u.names, u.params, strict=True))
@@ -61,7 +65,7 @@ def test_units_hold_the_parameters_themselves_in_the_order_given() -> None:
 
 def test_writing_to_the_shards_of_a_unit_writes_to_the_parameters() -> None:
     module, groups = tower()
-    [first, _] = sync_units(module, groups, whole_model=False)
+    [first, _] = sync_units(module, groups, kind="units")
     for x in first.shards():
         assert not x.requires_grad
         x.fill_(7.0)
@@ -71,7 +75,7 @@ def test_writing_to_the_shards_of_a_unit_writes_to_the_parameters() -> None:
 
 def test_a_whole_model_is_one_unit_with_every_parameter_in_order() -> None:
     module, groups = tower()
-    [unit] = sync_units(module, groups, whole_model=True)
+    [unit] = sync_units(module, groups, kind="model")
     assert unit.name == "model"
     assert list(unit.names) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
@@ -80,8 +84,8 @@ def test_a_whole_model_is_one_unit_with_every_parameter_in_order() -> None:
 def test_parameters_stored_in_half_precision_are_refused_by_name(dtype: torch.dtype) -> None:
     module, groups = tower()
     module.get_submodule("1").to(dtype)
-    with pytest.raises(ValueError, match=rf"1\.weight is stored in {dtype}; .* float32 or wider"):
-        sync_units(module, groups, whole_model=False)
+    with pytest.raises(ConfigError, match=rf"1\.weight is stored in {dtype}; .* float32 or wider"):
+        sync_units(module, groups, kind="units")
 
 
 @both_dtypes

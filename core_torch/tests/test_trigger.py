@@ -8,7 +8,7 @@ from core_torch.sync.trigger import StepTrigger
 
 
 def due(trigger: StepTrigger, steps: int) -> list[int]:
-    return [t for t in range(steps + 1) if trigger.is_due(t)]
+    return [t for t in range(steps + 1) if trigger.due(t) is not None]
 
 
 def test_without_warm_up_replicas_part_before_the_first_step() -> None:
@@ -34,11 +34,11 @@ def test_rounds_are_as_many_as_whole_intervals_and_replicas_part_once(
     assert len(due(trigger, steps)) == (steps - warmup) // every
     assert sum(trigger.joins(t) for t in range(steps + 1)) == 1
     assert sum(trigger.is_synchronous(t) for t in range(steps)) == warmup
-    assert not any(trigger.is_due(t) and trigger.is_synchronous(t) for t in range(steps))
+    assert not any(trigger.due(t) is not None and trigger.is_synchronous(t) for t in range(steps))
 
 
 def test_the_answer_depends_on_the_step_alone_so_asking_twice_is_free() -> None:
     trigger = StepTrigger(warmup=0, every=2)
-    assert [trigger.is_due(4) for _ in range(3)] == [True] * 3
+    assert [trigger.due(4) for _ in range(3)] == [0] * 3
     with pytest.raises(AttributeError):
         trigger.every = 5  # type: ignore[misc]

@@ -150,7 +150,8 @@ def anchor_weights_restore(changes: Changes, steps: int) -> dict[str, bool]:
     inject(state, steps, 0, "tok_embeddings.weight", float("nan"))
     before = bits_of(state)
     assert state.sync.state is not None
-    held = [x for unit in state.sync.state.units for x in unit.anchor]
+    store = state.sync.state.store
+    held = [x for u in range(len(state.sync.units)) for x in store.get(u).anchor]
     with state.sync.anchor_weights():
         inside = [local_shard(p) for unit in state.sync.units for p in unit.params]
         shows_anchor = all(torch.equal(x, a) for x, a in zip(inside, held, strict=True))

@@ -25,7 +25,7 @@ from core_torch.data.tokenizer import ByteTokenizer
 from core_torch.errors import TwinshardError
 from core_torch.models import token_loss
 from core_torch.sync import sync_round
-from core_torch.sync.state import UnitState
+from core_torch.sync.unit_state import UnitState
 from core_torch.sync.units import SyncUnit
 from core_torch.train import TrainState, micro_batch
 from parity_tests.cases.equalities import (
@@ -116,9 +116,8 @@ def run(
                 for fault in faults:
                     inject(state, *fault)
                 told["begun"].append(parameters_of(state))
-            forced = core_train.finish(state)
-            if forced is not None:
-                told["events"].append(asdict(forced))
+            for event in core_train.finish(state):
+                told["events"].append(asdict(event))
                 told["states"][-1] = snapshot(state)
         except TwinshardError as error:
             told["error"] = type(error).__name__
@@ -141,19 +140,19 @@ def tapped(state: TrainState, told: Account) -> Iterator[None]:
         told["grads"].append(gradients_of(of))
         return shipped_step(of, loss)
 
-    def measure_all(*args: Any) -> sync_round.Measured:
+    def measure_all(*args: Any) -> tuple[sync_round.Measured, Tensor | None]:
         told["inner"].append(snapshot(state))
         told["combined"].append({})
         return shipped_measure(*args)
 
     def finish(
-        unit: SyncUnit, held: UnitState, pending: Pending, *args: Any
+        unit: SyncUnit, held: UnitState, pending: Pending, *args: Any, **kwargs: Any
     ) -> sync_round.Finished:
         total, shards = pending.wait(), told["inner"][-1]["theta"]
         parts = total.clone().split([a.numel() for a in held.anchor])
         for name, part, a in zip(unit.names, parts, held.anchor, strict=True):
             told["combined"][-1][name] = like(shards[name], part.view(a.shape))
-        return shipped_finish(unit, held, Pending(total, None), *args)
+        return shipped_finish(unit, held, Pending(total, None), *args, **kwargs)
 
     with (
         mock.patch.object(core_train, "apply_gradients", apply_gradients),

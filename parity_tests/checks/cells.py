@@ -177,7 +177,7 @@ def core_changes(cell: Cell) -> dict[str, Any]:
     sync: dict[str, Any] = {"method": cell.method, "every": cell.every}
     sync["warmup"] = cell.warmup if is_local else 0
     if is_edit:
-        sync["penalty"] = dict(cell.penalty)
+        sync |= {"penalty": dict(cell.penalty), "layerwise": False}  # E5 ties the two schedules
     train = {"steps": cell.steps, "dtype": cell.dtype, "compute": cell.compute}
     return {
         "model": MODELS[cell.model] | {"layers": cell.layers, "context": SEQUENCE},

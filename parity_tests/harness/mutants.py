@@ -30,7 +30,7 @@ OPERATORS, LAYOUT, PARAMETRISE, SIMPLE = (
     f"core_torch.shard.{name}" for name in ("operators", "layout", "parametrise", "model")
 )
 JOINT, BUCKET = (f"core_torch.shard.passes.{name}" for name in ("joint", "bucket"))
-ROUND, ENGINE, TRIGGER = (f"core_torch.sync.{name}" for name in ("sync_round", "engine", "trigger"))
+ROUND, ROUNDS, TRIGGER = (f"core_torch.sync.{name}" for name in ("sync_round", "rounds", "trigger"))
 
 MUTANTS: dict[str, Mutant] = {
     # outer step
@@ -222,35 +222,37 @@ MUTANTS: dict[str, Mutant] = {
     # rounds
     "pseudo-gradient of the wrong sign": Mutant(f"{ROUND}:pseudo_gradient", "a - x", "x - a"),
     "norms of one shard": Mutant(
-        f"{ROUND}:measure_all",
+        f"{ROUND}:gather_norms",
         'psum(torch.stack(squares), axes.shard, scope="norms")',
         "torch.stack(squares)",
     ),
     "norm for the clip of one shard": Mutant(
         f"{ROUND}:finish",
-        "psum(sum_of_squares(combined, unit.factors), axes.shard, scope=unit.name)",
-        "sum_of_squares(combined, unit.factors)",
+        "psum(torch.stack(squares), axes.shard, scope=unit.name)",
+        "torch.stack(squares)",
     ),
     "plain mean in place of the penalty": Mutant(
-        f"{ROUND}:measure_all", "rules.penalty is not None and rules.penalty.weigh", "False"
+        f"{ROUND}:_weights", "rules.penalty is not None and rules.penalty.weigh", "False"
     ),
     "a rollback takes an outer step": Mutant(
-        f"{ROUND}:measure_all", "~anomaly_UR.all(dim=-1)", "anomaly_UR.any(dim=-1) | True"
+        f"{ROUND}:_weights", "~anomaly_UR.all(dim=-1)", "anomaly_UR.any(dim=-1) | True"
     ),
     "stale anchor": Mutant(f"{ROUND}:finish", "anchors.append(anchor)", "anchors.append(a)"),
     "stale velocity": Mutant(
         f"{ROUND}:finish", "velocities.append(velocity)", "velocities.append(b)"
     ),
-    "parameters not replaced": Mutant(f"{ROUND}:finish", "x.copy_(anchor)", "x.copy_(x)"),
+    "parameters not replaced": Mutant(
+        f"{ROUND}:finish", "x.copy_(mix(x, anchor, alpha=keep))", "x.copy_(x)"
+    ),
     "clipped but not scaled": Mutant(f"{ROUND}:finish", "beta * d", "d"),
     "a forced round moves the statistics": Mutant(
-        f"{ENGINE}:LocalSGD._conclude", " and not forced", ""
+        f"{ROUNDS}:Rounds.conclude", " and not meeting.forced", ""
     ),
     "a round one step early": Mutant(
-        f"{TRIGGER}:StepTrigger.is_due", "(step - self.warmup) %", "(step - self.warmup + 1) %"
+        f"{TRIGGER}:StepTrigger.due", "since = step - self.warmup", "since = step - self.warmup + 1"
     ),
     "a round right after the warm-up": Mutant(
-        f"{TRIGGER}:StepTrigger.is_due", "step > self.warmup", "step >= self.warmup"
+        f"{TRIGGER}:StepTrigger.due", "since <= 0", "since < 0"
     ),
     "warm-up one step longer": Mutant(
         f"{TRIGGER}:StepTrigger.is_synchronous",

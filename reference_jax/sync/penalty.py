@@ -3,7 +3,7 @@
 Pure array math on norms that every device holds in full; no communication.
 
 Mirror      core_torch/sync/penalty.py, function by function
-Equations   (P1)..(P7) in docs/algorithms/edit.md, which cites Cheng et al., arXiv:2412.07210
+Equations   (P1)..(P8) in docs/algorithms/edit.md, which cites Cheng et al., arXiv:2412.07210
 
 Shape suffixes
     R    replicas in the sync round; always the last axis. Any axes before it (the units
@@ -168,6 +168,25 @@ def uniform_weights(is_anomaly_R: Array, *, dtype: DTypeLike) -> Array:
     """(..., R) equal weights over the replicas that are not anomalies; zeros if all are. (P5)"""
     kept_R = (~is_anomaly_R).astype(dtype)
     return kept_R / jnp.maximum(kept_R.sum(axis=-1, keepdims=True), 1.0)
+
+
+def step_weights(weight_R: Array, steps_R: Array, is_anomaly_R: Array, *, share: float) -> Array:
+    """Lets replicas that made more inner steps count for more. (P8)
+
+    Args:
+        weight_R: (..., R) weights of (P5).
+        steps_R: (..., R) integer, inner steps since the last round.
+        is_anomaly_R: (..., R) bool, replicas to leave out.
+        share: part of the weight in [0, 1] that goes by steps; 0 keeps ``weight_R``.
+
+    Returns:
+        (..., R) ``(1 - share) * weight + share * steps / sum(steps)`` over the replicas that
+        are not left out. Exact zeros for the others; zeros everywhere if all are left out.
+    """
+    taken_R = jnp.where(is_anomaly_R, 0, steps_R).astype(weight_R.dtype)
+    total = taken_R.sum(axis=-1, keepdims=True)
+    mixed_R = (1.0 - share) * weight_R + share * (taken_R / jnp.maximum(total, 1.0))
+    return jnp.where(is_anomaly_R, 0.0, jnp.where(total > 0, mixed_R, weight_R))
 
 
 def effective_replicas(weight_R: Array) -> Array:

@@ -86,6 +86,10 @@ def tag_gathers(graph: Graph, *, keep_last_unit: bool) -> None:
         again = plan_of(number).reshard_after_forward
         if keep_last_unit and number == last.plan and name in kept:
             again = False
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if plan_of(number).lends(name, source.meta["val"].dtype):
+            again = True  # costs nothing, and what is saved a kernel may overwrite
         policy = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
         node.meta["recompute"] = policy
         node.meta["ac_graph_id"] = _NO_REGION

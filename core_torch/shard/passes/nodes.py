@@ -11,7 +11,9 @@ from torch.fx import Graph, Node
 
 from core_torch.collectives import Pending, PendingRows
 from core_torch.shard import operators
+from core_torch.shard.exchange import Exchange
 from core_torch.shard.operators import GatherInFlight, ShardPlan, plan_of
+from core_torch.shard.program import Link, Op
 
 
 def start_gather(shards: Sequence[Tensor], plan: int, names: Sequence[str]) -> GatherInFlight:
@@ -51,17 +53,39 @@ def mean_shards(flat: Tensor, plan: int, names: Sequence[str], dtype: torch.dtyp
     return operators.mean_shards(flat, plan_of(plan), names, dtype)
 
 
-STARTS: dict[Any, str] = {
+def start_exchange(shards: Sequence[Tensor], plan: int, unit: int) -> list[Tensor]:
+    """Starts a sync unit's exchange over replicas; gives its rows, which are still the old."""
+    exchange_of(plan).start(unit)
+    return list(shards)
+
+
+def finish_exchange(flight: list[Tensor], plan: int, unit: int) -> list[Tensor]:
+    """The same rows, as the exchange has overwritten them."""
+    exchange_of(plan).finish(unit)
+    return flight
+
+
+def exchange_of(plan: int) -> Exchange:
+    """What a sync engine has attached to a plan."""
+    exchange = plan_of(plan).exchange
+    assert exchange is not None
+    return exchange
+
+
+# The operations that a plan decides. An exchange's is its engine's: see ``ExchangedUnit``.
+STARTS: dict[Any, Op] = {
     start_gather: "all_gather",
     start_scatter: "reduce_scatter",
     start_replica_sum: "all_reduce",
+    start_exchange: "all_reduce",
 }
-WAITS: dict[Any, str] = {
+WAITS: dict[Any, Op] = {
     wait_gather: "all_gather",
     wait_scatter: "reduce_scatter",
     wait_replica_sum: "all_reduce",
+    finish_exchange: "all_reduce",
 }
-LISTS = (wait_gather, mean_shards)  # their results are lists, taken apart by getitem
+LISTS = (wait_gather, mean_shards, finish_exchange)  # results are lists, taken apart by getitem
 
 
 class Parameter(NamedTuple):
@@ -121,6 +145,20 @@ class Subject(NamedTuple):
         return self.plan.scope(self.names)
 
     @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return len(self.names)
+
+    @property
+    def link(self) -> Link:
+        """On which it is sent; a graph's own sums over replicas queue with the rest."""
+        return "shard"
+
+    def op(self, target: Any) -> Op | None:
+        """Of a start or a wait; None for a mean."""
+        return STARTS.get(target) or WAITS.get(target)
+
+    @property
     def shards(self) -> int:
         """Ranks over which the parameters are cut."""
         return self.plan.layouts[self.names[0]].shards
@@ -167,6 +205,67 @@ class Subject(NamedTuple):
         if target in (wait_gather, start_scatter):
             return 2 * chunk * m
         return (m + 1) * chunk if target is wait_scatter else chunk
+
+
+class ExchangedUnit(NamedTuple):
+    """The sync unit that an exchange's node is about; the same questions as for a bucket."""
+
+    exchange: Exchange
+    unit: int
+    size: int  # number of parameters that the forward reads
+    rows_bytes: int  # of them on this rank
+
+    @classmethod
+    def of(cls, node: Node) -> "ExchangedUnit":
+        """Read from the exchange's start or its finish."""
+        start = node if node.target is start_exchange else source_of(node)
+        rows: Any
+        number: Any
+        unit: Any
+        rows, number, unit = start.args
+        tensors = [row.meta["val"] for row in rows]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        return cls(exchange_of(number), unit, len(rows), nbytes)
+
+    @property
+    def scope(self) -> str:
+        """For people: the unit."""
+        return list(self.exchange.units)[self.unit]
+
+    @property
+    def link(self) -> Link:
+        """On which it is sent."""
+        return "replica"
+
+    def op(self, target: Any) -> Op:
+        """As the engine exchanges."""
+        return self.exchange.op
+
+    def payload_bytes(self, op: str) -> int:
+        """As the ledger counts it."""
+        return self.exchange.payload_bytes[self.unit]
+
+    def ranks(self, op: str) -> int:
+        """Replicas."""
+        return self.exchange.ranks
+
+    def result_bytes(self, target: Any) -> int:
+        """Memory that a start holds until its finish: the pseudo-gradient."""
+        return self.rows_bytes if target is start_exchange else 0
+
+    def scratch_bytes(self, target: Any) -> int:
+        """Nothing of a whole unit's size is made on top of that."""
+        return 0
+
+    def touched_bytes(self, target: Any) -> int:
+        """Start: anchor - parameters. Finish: both and the velocity are read and written."""
+        return (3 if target is start_exchange else 7) * self.rows_bytes
+
+
+def subject_of(node: Node) -> Subject | ExchangedUnit:
+    """What a collective's node is about."""
+    is_exchange = node.target in (start_exchange, finish_exchange)
+    return ExchangedUnit.of(node) if is_exchange else Subject.of(node)
 
 
 def nodes_of(graph: Graph, target: Callable[..., Any]) -> list[Node]:

@@ -1,0 +1,128 @@
+"""``twinshard bench sync``: a slow replica under EDiT and A-EDiT, and what rounds cost."""
+
+import shlex
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from core_torch.bench.link import parse_network
+from core_torch.bench.plan import PACE
+from core_torch.bench.results import processor_name
+from core_torch.cli.bench import linked
+from core_torch.cli.doctor import installed_versions, machine
+from core_torch.cli.launch import launch
+from core_torch.cli.options import BenchSyncOptions
+from core_torch.data.corpus import prepare
+from core_torch.errors import EXIT_OK, ConfigError
+from core_torch.report.records import write_json
+from core_torch.report.text import fixed
+
+_SILENCE_SECONDS = 900.0
+RANKS = 2
+
+
+def run(options: BenchSyncOptions, words: list[str]) -> int:
+    """Measures, prints, writes.
+
+    Raises:
+        ConfigError: a link that cannot be had, a file that cannot be written.
+    """
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise ConfigError(f"json: there is no folder {str(Path(options.json).parent)!r}")
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="twinshard-bench-") as folder:
+        result = compare(options, Path(folder), Console(stderr=True))
+    console.print(pace_table(result))
+    console.print(overlap_table(result))
+    console.print(f"network: {result['network']}", highlight=False)
+    if options.json:
+        try:
+            write_json(Path(options.json), result)
+        except OSError as error:
+            raise ConfigError(f"json: cannot write {options.json!r}: {error.strerror}") from None
+    return EXIT_OK
+
+
+def compare(options: BenchSyncOptions, folder: Path, status: Console) -> dict[str, Any]:
+    """Both phases; the content of the JSON file.
+
+    Args:
+        options: what to measure.
+        folder: empty; for the prepared text.
+        status: where to say what is going on.
+    """
+    data = replace(PACE.config.data)
+    prepare(data, folder / "data")
+    job: dict[str, Any] = {
+        "kind": "bench_sync",
+        "data": str(folder / "data"),
+        "slow": options.slow_replica,
+        "seconds": options.seconds,
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "backend": options.backend,
+    }
+    result: dict[str, Any] = {}
+    with linked(parse_network(options.network), RANKS) as (places, link):
+        for phase in ("pace", "overlap"):
+            with status.status(phase) as line:
+
+                def show(event: dict[str, Any], phase: str = phase, line: Any = line) -> None:
+                    if event["event"] == "bench":
+                        line.update(f"{phase}: {event['variant']}, {event['step']}")
+
+                result |= launch(
+                    job | {"phase": phase, "network": link},
+                    RANKS,
+                    show,
+                    silence_seconds=_SILENCE_SECONDS,
+                    places=places,
+                )
+    result["network"] = link
+    result["hardware"] = {"processor": processor_name()} | machine()
+    result["versions"] = installed_versions()
+    result["command"] = shlex.join(["twinshard", *sys.argv[1:]])
+    return result
+
+
+def pace_table(result: dict[str, Any]) -> Table:
+    """Both methods with a slow replica."""
+    shown = _table("method", "pace", "steps", "tokens", "loss")
+    for method in ("edit", "aedit"):
+        row = result[method]
+        steps = " + ".join(map(str, row["steps"]))
+        cells = (fixed(row["pace"], 2), steps, str(row["tokens"]), fixed(row["loss"], 3))
+        shown.add_row(method, *cells)
+    return shown
+
+
+def overlap_table(result: dict[str, Any]) -> Table:
+    """Milliseconds of each unit's exchange: by itself, and what of it a forward shows."""
+    shown = _table("unit", "exchange ms", "exposed ms", "exposed ms, compiled")
+    inside, compiled = result["layerwise"], result["compiled"]
+    columns = (
+        result["exchange_ms_per_unit"],
+        inside["exposed_ms_per_unit"],
+        compiled["exposed_ms_per_unit"],
+    )
+    for unit, *cells in zip(result["units"], *columns, strict=True):
+        shown.add_row(unit, *(fixed(x, 1) for x in cells))
+    hidden = (f"{100 * part['hidden_fraction']:.0f} % hidden" for part in (inside, compiled))
+    shown.add_row("after the first two", "", *hidden)
+    rounds = (inside["whole_round_ms"], inside["round_ms"], compiled["round_ms"])
+    shown.add_row("a round adds", *(fixed(x, 1) for x in rounds))
+    return shown
+
+
+def _table(first: str, *others: str) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    shown.add_column(first, no_wrap=True)
+    for heading in others:
+        shown.add_column(heading, justify="right")
+    return shown
