@@ -89,3 +89,8 @@ def test_what_cannot_work_is_refused_on_all_ranks(pool: RankPool) -> None:
     assert told[0].keys() == wanted.keys()
     for name, words in wanted.items():
         assert words in told[0][name], (name, told[0][name])
+
+
+def test_a_round_that_no_forward_carries_is_an_error_not_a_silence(pool: RankPool) -> None:
+    said = pool.run(library.round_past_the_hooks)
+    assert set(said) == {"1 the round that was due after inner step 1 was not in the next forward"}

@@ -33,6 +33,14 @@ class PendingCoded(NamedTuple):
         return total
 
 
+def code_bytes(size: int, wire: str) -> int:
+    """Bytes of the code of ``size`` elements."""
+    if wire == "bf16":
+        return 2 * size
+    blocks = -(-size // codec.BLOCK)
+    return blocks * (codec.BLOCK + 4)  # and a float32 scale each
+
+
 def encode(x: Tensor, wire: str) -> Tensor:
     """(bytes,) uint8 of a flat tensor."""
     if wire == "bf16":

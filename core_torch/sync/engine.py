@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from core_torch.collectives import all_gather, psum
-from core_torch.errors import ReplicasDiffer
+from core_torch.errors import ConfigError, ReplicasDiffer
 from core_torch.mesh import Mesh
 from core_torch.sync.events import RoundEvent
 from core_torch.sync.meeting import Meeting
@@ -52,7 +52,7 @@ class LocalSGD:
         self.step = 0  # own: completed inner steps of this replica
         self.state: SyncState | None = None  # None before replicas part
         self.votes = Votes(replicas=mesh.replica.size)
-        self._device = units[0].shards()[0].device
+        self.device = units[0].shards()[0].device
         self.rounds = Rounds(units, optimizer, rules, self.axes, self.votes, is_timed=self.is_timed)
         self._forward: tuple[Meeting, InOrder] | None = None  # a round inside a forward
         self._join_if_due()
@@ -77,11 +77,20 @@ class LocalSGD:
         Returns:
             The event of a round that is complete and was not told yet, if there is one. On CUDA
             the newest is held back until another is complete, for to read it is to wait.
+
+        Raises:
+            ConfigError: a round was due and the forward of this step did not carry it.
         """
         self.end_forward()  # units that the forward has not reached
+        state = self.state
+        if state is not None and state.is_due:
+            raise ConfigError(
+                f"the round that was due after inner step {self.step} was not in the next forward",
+                likely="the module was in eval mode, or its forward was called past its hooks",
+                next="call the module itself in train mode, or set sync.layerwise to false",
+            )
         self.step += 1
         self.votes.local_tokens += tokens
-        state = self.state
         if state is not None:
             state.steps_since = [count + 1 for count in state.steps_since]
             self.rounds.finish_late(state, self.step)
@@ -91,7 +100,7 @@ class LocalSGD:
             elif group is not None:
                 self._perform(self.rounds.members(group), forced=False)
         self._join_if_due()
-        return self.rounds.tell(newest_too=self._device.type != "cuda")
+        return self.rounds.tell(newest_too=self.device.type != "cuda")
 
     @torch.no_grad()
     def serve(self) -> None:
@@ -216,7 +225,7 @@ class LocalSGD:
         if isinstance(self.trigger, StepTrigger):
             return self.trigger.due(self.step)
         is_due = self.trigger.is_over() or self.votes.has_enough
-        mine = torch.tensor(int(is_due and self.axes.shard.index == 0), device=self._device)
+        mine = torch.tensor(int(is_due and self.axes.shard.index == 0), device=self.device)
         return 0 if int(psum(mine, self.axes.shard, scope="trigger")) else None
 
     def _perform(self, members: list[int], *, forced: bool, at_once: bool = False) -> Meeting:

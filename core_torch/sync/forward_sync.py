@@ -24,6 +24,7 @@ from core_torch.shard.base import Sharded
 from core_torch.shard.exchange import Exchange
 from core_torch.shard.fsdp2 import Fsdp2
 from core_torch.shard.model import Simple
+from core_torch.sync.coded import code_bytes
 from core_torch.sync.engine import LocalSGD
 
 
@@ -87,12 +88,14 @@ def _places(sync: LocalSGD, module: nn.Module) -> dict[nn.Module, int]:
 
 def exchange_of(sync: LocalSGD) -> Exchange:
     """The same verbs for a compiled forward."""
-    coded = {"fp32": None, "bf16": 2, "int8": 1}[sync.rules.wire]
-    axis = sync.axes.replica
+    axis, wire = sync.axes.replica, sync.rules.wire
+    coded = wire != "fp32" and axis.size > 1
     payloads = []
     for unit in sync.units:
-        sizes = [(x.numel(), coded or x.element_size()) for x in unit.shards()]
-        payloads.append(sum(n * size for n, size in sizes) * (axis.size if coded else 1))
+        shards = unit.shards()
+        numel = sum(x.numel() for x in shards)
+        whole = numel * shards[0].element_size()
+        payloads.append(code_bytes(numel, wire) * axis.size if coded else whole)
     return Exchange(
         units={unit.name: list(unit.names) for unit in sync.units},
         limit=sync.rules.prefetch_units,

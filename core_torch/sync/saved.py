@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_torch.collectives import Pending
+from core_torch.collectives import Pending, psum
 from core_torch.errors import CheckpointMismatch
 from core_torch.sync.engine import LocalSGD
 from core_torch.sync.meeting import Meeting
@@ -79,16 +79,21 @@ def _by_parameter(kind: str, sync: LocalSGD, u: int, flat: Tensor) -> dict[str, 
 
 
 def counters(sync: LocalSGD) -> dict[str, int]:
-    """Whole numbers in which replicas may differ under a time trigger."""
-    state, votes = sync.state, sync.votes
-    timed = sync.trigger if isinstance(sync.trigger, TimeTrigger) else None
+    """Whole numbers in which replicas may differ under a time trigger.
+
+    Equal on all shards, which must call this together: the first one's clock counts.
+    """
+    state, votes, elapsed = sync.state, sync.votes, 0
+    if isinstance(sync.trigger, TimeTrigger):
+        mine = torch.tensor(sync.trigger.elapsed_ns * (sync.axes.shard.index == 0))
+        elapsed = int(psum(mine.to(sync.device), sync.axes.shard, scope="clock"))
     return {
         "step": sync.step,
         "steps_since": 0 if state is None else state.steps_since[0],
         "local_tokens": votes.local_tokens,
         "is_due": int(state is not None and state.is_due),
         "wants_checkpoint": int(votes.wants_checkpoint),
-        "elapsed_ns": 0 if timed is None else timed.elapsed_ns,
+        "elapsed_ns": elapsed,
     }
 
 

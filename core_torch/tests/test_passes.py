@@ -278,12 +278,12 @@ def test_hybrid_adds_a_sum_over_replicas_between_the_scatter_and_the_mean() -> N
 # Over the joint graph.
 
 
-def reads_twice(*, through_views: bool = False) -> Drawn:
+def reads_twice(*, through_views: bool = False, ranks: int = 2) -> Drawn:
     """Parameters a and b are gathered twice; a is scattered twice, and its gradients are added."""
     builder = Builder()
-    layouts = {n: Layout(n, torch.Size((4, 3)), 2) for n in "ab"}
-    plan = ShardPlan(layouts, {"u": ["a"], "v": ["b"]}, axis("shard", 2), axis("replica", 1))
-    inputs = [torch.arange(6.0).view(2, 3) + i for i in range(2)]
+    layouts = {n: Layout(n, torch.Size((4, 3)), ranks) for n in "ab"}
+    plan = ShardPlan(layouts, {"u": ["a"], "v": ["b"]}, axis("shard", ranks), axis("replica", 1))
+    inputs = [torch.arange(12.0).view(4, 3)[: 4 // ranks] + i for i in range(2)]
     a, b = (builder.placeholder(x) for x in inputs)
     full = [builder.call(gather, x, plan.number, n) for x, n in [(a, "a"), (b, "b")] * 2]
     gradients = []
@@ -334,9 +334,9 @@ def test_a_tied_head_is_gathered_once_and_scattered_once() -> None:
         assert found.count("tok_embeddings.weight") == 1 and len(set(found)) == len(found) == 11
 
 
-def tags(*, reshard: bool, keep_last_unit: bool) -> str:
+def tags(*, reshard: bool, keep_last_unit: bool, ranks: int = 2) -> str:
     """R for gathered again, S for saved: of a, b, a and b."""
-    of = reads_twice()
+    of = reads_twice(ranks=ranks)
     of.plan.reshard_after_forward = reshard
     tag_gathers(of.module.graph, keep_last_unit=keep_last_unit)
     policies = [node.meta["recompute"] for node in nodes_of(of.module.graph, gather)]
@@ -347,6 +347,9 @@ def test_gathers_are_repeated_but_for_the_last_unit_or_where_the_model_keeps_all
     assert tags(reshard=True, keep_last_unit=False) == "RRRR"
     assert tags(reshard=True, keep_last_unit=True) == "RSRS"  # the last to be read is b
     assert tags(reshard=False, keep_last_unit=False) == "SSSS"
+    assert tags(reshard=False, keep_last_unit=True, ranks=1) == "RRRR", (
+        "it is no copy: costs nothing"
+    )
 
 
 def test_a_model_that_keeps_its_parameters_gathers_nothing_in_the_backward() -> None:

@@ -206,6 +206,23 @@ def _different() -> nn.Module:
     return Tower(seed=mesh_for(2, 2).replica.index)
 
 
+def round_past_the_hooks() -> str:
+    """What is said if a due round finds a module in eval mode."""
+    mesh = mesh_for(2, 2).torch_mesh
+    model, _ = sharded("fsdp2", mesh)
+    optimizer = optimizer_of(model)
+    sync = local_sgd(model, optimizer, mesh, SyncConfig(method="edit", every=1))
+    try:
+        for step in range(3):
+            one_step(model.train(step == 0), step, mesh)
+            _explicit(sync, optimizer)
+    except TwinshardError as error:
+        return f"{sync.engine.step} {error.what}"
+    finally:
+        sync.detach()
+    return "nothing"
+
+
 # What cannot work: how the model is made, changes to SETTINGS, and what else is wrong.
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "foreign optimizer": (_fsdp2, {}, "optimizer"),
