@@ -1,4 +1,4 @@
-"""Chapter 8. DiLoCo: the mean progress is a gradient, and an outer optimizer follows it.
+"""Chapter 9. DiLoCo: the mean progress is a gradient, and an outer optimizer follows it.
 
 You learn why pseudo-gradients are called gradients. (Douillard et al., arXiv:2311.08105)
 
@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from reference_jax.exchange import IN_FULL, Wire
 from reference_jax.fsdp import TrainState
 from reference_jax.local_sgd import (
     Round,
@@ -32,14 +33,20 @@ from reference_jax.model import Units
 from reference_jax.sync.outer import nesterov_step
 
 
-@functools.partial(jax.jit, static_argnames=("units", "lr", "momentum"))
+@functools.partial(jax.jit, static_argnames=("units", "lr", "momentum", "wire"))
 def diloco_round(
-    state: TrainState, sync: SyncState, *, units: Units, lr: float = 0.7, momentum: float = 0.9
+    state: TrainState,
+    sync: SyncState,
+    *,
+    units: Units,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    wire: Wire = IN_FULL,
 ) -> tuple[TrainState, SyncState, Round]:
     """One round of DiLoCo."""
     pseudo = pseudo_gradient(sync.anchor, state.params)
     measured = admit_all(pseudo_norms(pseudo, units=units))
-    return conclude(state, sync, pseudo, measured, units=units, lr=lr, momentum=momentum)
+    return conclude(state, sync, pseudo, measured, units=units, lr=lr, momentum=momentum, wire=wire)
 
 
 def main() -> None:

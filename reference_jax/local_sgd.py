@@ -1,4 +1,4 @@
-"""Chapter 7. Local SGD: replicas drift, then meet. The plumbing of every sync round.
+"""Chapter 8. Local SGD: replicas drift, then meet. The plumbing of every sync round.
 
 You learn what a round is, and the simplest one: Post Local SGD averages the parameters.
 
@@ -9,7 +9,7 @@ You learn what a round is, and the simplest one: Post Local SGD averages the par
 
     (R1) d_n = a - theta_n               the pseudo-gradient: the optimizer goes against it
     (R2) G_n = ||d_n|| over the shards   gathered, so that all decide alike: weights w_n
-    (R3) D = sum_n w_n d_n               the one large message
+    (R3) D = sum_n w_n d_n               the one large message (chapter `exchange`)
     (R4) b <- mu b + beta D,  a <- a - eta (beta D + mu b),  theta_n <- a
     Post Local SGD: w_n = 1 / N, beta = 1, eta = 1, mu = 0, so theta_n <- mean theta
 
@@ -29,11 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reference_jax.exchange import IN_FULL, Wire, exchange, nothing_owed
 from reference_jax.fsdp import Inner, TrainState, example, local_step, norm_of
 from reference_jax.ledger import bytes_per_axis
 from reference_jax.mesh import AGREED, EVERYWHERE, ONE_EACH, PER_REPLICA, pretend_devices, reshard
 from reference_jax.model import Arrays, Units, whole_model
-from reference_jax.sync.outer import heal, nesterov_step
+from reference_jax.sync.outer import heal, mix, nesterov_step
 from reference_jax.sync.penalty import (
     NormStats,
     Verdict,
@@ -41,7 +42,6 @@ from reference_jax.sync.penalty import (
     finite_norms,
     init_stats,
     uniform_weights,
-    weigh,
 )
 
 
@@ -50,11 +50,12 @@ class NonFinite(ArithmeticError):
 
 
 class SyncState(NamedTuple):
-    """What replicas agree on; no replica axis."""
+    """What replicas agree on, without a replica axis; and what each of them owes."""
 
     anchor: Arrays  # [rows@shard, ...], padded
     velocity: Arrays  # same
     stats: NormStats  # (U, R), on every device
+    owed: Arrays = {}  # [R@replica, rows@shard, ...], padded; empty if nothing is coded
 
 
 class Measured(NamedTuple):
@@ -73,6 +74,7 @@ class Round(NamedTuple):
     combined: Arrays  # D, before clipping; [rows@shard, ...], padded
     combined_norm_U: Array
     clip_U: Array  # beta
+    gap_U: Array  # of chapter `co2`; 1 in all others
 
 
 def is_due(step: int, *, warmup: int, every: int) -> bool:
@@ -86,8 +88,8 @@ def replicas_are_equal(params: Arrays) -> bool:
     return all(np.array_equal(x[n], x[0]) for x in hosts for n in range(len(x)))
 
 
-@functools.partial(jax.jit, static_argnames="units")
-def take_anchor(params: Arrays, *, units: Units) -> SyncState:
+@functools.partial(jax.jit, static_argnames=("units", "wire"))
+def take_anchor(params: Arrays, *, units: Units, wire: Wire = IN_FULL) -> SyncState:
     """(L2) without communication: every device keeps the shard it has.
 
     ``shard_map`` drops the replica axis on the caller's word that replicas are equal;
@@ -100,7 +102,8 @@ def take_anchor(params: Arrays, *, units: Units) -> SyncState:
     like = next(iter(params.values()))
     stats = init_stats((len(units), like.shape[0]), dtype=like.dtype)
     stats = jax.tree.map(lambda x: reshard(x, EVERYWHERE), stats)
-    return SyncState(anchor, {k: jnp.zeros_like(a) for k, a in anchor.items()}, stats)
+    velocity = {k: jnp.zeros_like(a) for k, a in anchor.items()}
+    return SyncState(anchor, velocity, stats, nothing_owed(params, wire))
 
 
 def pseudo_gradient(anchor: Arrays, params: Arrays) -> Arrays:
@@ -123,41 +126,40 @@ def admit_all(norm_UR: Array) -> Measured:
     return Measured(norm_UR, verdict, weight_UR, is_finite_UR.all(axis=-1))
 
 
-def combine(pseudo: Arrays, weight_UR: Array, *, units: Units) -> Arrays:
-    """(R3) weighted sum over the replicas: [rows@shard, ...]."""
-    combined = {}
-    for u, (_, names) in enumerate(units):
-        weight_R = reshard(weight_UR[u], ONE_EACH)
-        for name in names:
-            weighed_R = jax.vmap(weigh)(pseudo[name], weight_R)
-            combined[name] = weighed_R.sum(axis=0)
-    return combined
+def send(
+    sync: SyncState, pseudo: Arrays, measured: Measured, *, units: Units, wire: Wire = IN_FULL
+) -> tuple[Arrays, SyncState]:
+    """(R3) D, and the state that remembers what is owed."""
+    weight_UR = measured.weight_UR
+    combined, owed = exchange(pseudo, sync.owed, weight_UR, units=units, wire=wire)
+    return combined, sync._replace(owed=owed)
 
 
-def conclude(
+def apply(
     state: TrainState,
     sync: SyncState,
-    pseudo: Arrays,
     measured: Measured,
+    combined: Arrays,
     *,
     units: Units,
     lr: float,
     momentum: float,
     clip: tuple[float, float] | None = None,
+    keep: float = 0.0,
 ) -> tuple[TrainState, SyncState, Round]:
-    """(R3, R4, O3) all of a round after its decisions; leaves the statistics alone.
+    """(R4, O3) what D does to the units it is of; leaves the statistics alone.
 
     Args:
         state: parameters and moments of all replicas.
         sync: anchor, velocity and statistics.
-        pseudo: pseudo-gradients.
         measured: decisions.
-        units: what one exchange covers.
+        combined: D.
+        units: what the exchange covered.
         lr: outer learning rate.
         momentum: outer momentum.
         clip: largest norm of D and the eps beside it; None does not clip.
+        keep: share of its own value that a parameter keeps (chapter `streaming`).
     """
-    combined = combine(pseudo, measured.weight_UR, units=units)
     norms, betas = [], []
     params, anchors, velocities = dict(state.params), dict(sync.anchor), dict(sync.velocity)
     moments = [dict(state.exp_avg), dict(state.exp_avg_sq), dict(state.step)]
@@ -178,22 +180,46 @@ def conclude(
                 lr=lr,
                 momentum=momentum,
             )
-            shape = params[name].shape
-            params[name] = jnp.broadcast_to(anchors[name][None], shape, out_sharding=PER_REPLICA)
+            agreed_R = on_all_replicas(anchors[name], like=params[name])
+            params[name] = mix(params[name], agreed_R, alpha=keep)
             for moment in moments:
                 moment[name] = jax.vmap(heal)(moment[name], is_bad_R)
-    done = Round(measured, combined, jnp.stack(norms), jnp.stack(betas))
-    return TrainState(params, *moments), SyncState(anchors, velocities, sync.stats), done
+    ones_U = jnp.ones_like(jnp.stack(norms))
+    done = Round(measured, combined, jnp.stack(norms), jnp.stack(betas), ones_U)
+    sync = sync._replace(anchor=anchors, velocity=velocities)
+    return TrainState(params, *moments), sync, done
 
 
-@functools.partial(jax.jit, static_argnames="units")
+def on_all_replicas(anchor: Array, *, like: Array) -> Array:
+    """[R@replica, rows@shard, ...] the same rows on every replica, without communication."""
+    return jnp.broadcast_to(anchor[None], like.shape, out_sharding=PER_REPLICA)
+
+
+def conclude(
+    state: TrainState,
+    sync: SyncState,
+    pseudo: Arrays,
+    measured: Measured,
+    *,
+    units: Units,
+    lr: float,
+    momentum: float,
+    clip: tuple[float, float] | None = None,
+    wire: Wire = IN_FULL,
+) -> tuple[TrainState, SyncState, Round]:
+    """(R3, R4, O3) all of a round after its decisions: ``send``, and ``apply`` at once."""
+    combined, sync = send(sync, pseudo, measured, units=units, wire=wire)
+    return apply(state, sync, measured, combined, units=units, lr=lr, momentum=momentum, clip=clip)
+
+
+@functools.partial(jax.jit, static_argnames=("units", "wire"))
 def post_local_sgd_round(
-    state: TrainState, sync: SyncState, *, units: Units
+    state: TrainState, sync: SyncState, *, units: Units, wire: Wire = IN_FULL
 ) -> tuple[TrainState, SyncState, Round]:
     """A round of Post Local SGD: every replica gets the mean."""
     pseudo = pseudo_gradient(sync.anchor, state.params)
     measured = admit_all(pseudo_norms(pseudo, units=units))
-    return conclude(state, sync, pseudo, measured, units=units, lr=1.0, momentum=0.0)
+    return conclude(state, sync, pseudo, measured, units=units, lr=1.0, momentum=0.0, wire=wire)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Chapter 11. SimpleFSDP: sharding as a parametrisation. (Zhang et al., arXiv:2411.00284)
+"""Chapter 17. SimpleFSDP: sharding as a parametrisation. (Zhang et al., arXiv:2411.00284)
 
 You learn that FSDP is one linear map put in front of a model that knows nothing of it.
 

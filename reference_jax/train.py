@@ -1,4 +1,4 @@
-"""Chapter 10. Training: which step and which round, when.
+"""Chapter 16. Training: which step, with which learning rate, and what is told of it.
 
 You learn that a method is two decisions a step, taken by a Python ``if``.
 
@@ -6,8 +6,9 @@ You learn that a method is two decisions a step, taken by a Python ``if``.
     (T1) eta_t = schedule(t * tokens per step)
     (T2) synchronous, or t <= W:  warmup_step;  else  local_step
     (T3) t = W (or before step 1 if W = 0): take the anchor
-    (T4) a round of the method's own kind if (L3) says so
-    (T5) after the last step: one forced round, unless one has just been
+    (T4) whatever chapter `methods` says follows step t
+    By the clock (aedit) t counts ticks after W, in which some replicas step and others wait, and
+    the schedule goes by the estimate (V1), which at equal speeds is (T1).
 
 Why small programs and an ``if`` on the host? One program with ``lax.cond`` inside would hold
 the exchange of a round in *every* step, and ``where`` would even run it.
@@ -19,156 +20,93 @@ without padding. ``perturb`` makes a replica sick right before a round is measur
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from reference_jax.aedit import Pace, only
 from reference_jax.data import batch_of_all
 from reference_jax.ddp import warmup_step
-from reference_jax.diloco import diloco_round
-from reference_jax.edit import Penalty, edit_round
-from reference_jax.fsdp import (
-    Inner,
-    StepReport,
-    TrainState,
-    init_state,
-    local_step,
-    place,
-    replicate,
-    to_host,
+from reference_jax.fsdp import StepReport, init_state, local_step, place, replicate, to_host
+from reference_jax.local_sgd import SyncState, replicas_are_equal
+from reference_jax.mesh import ONE_EACH, PER_REPLICA, make_mesh, pretend_devices, put
+from reference_jax.methods import (
+    Done,
+    Rounds,
+    TrainConfig,
+    event_of,
+    run_round,
+    units_of,
 )
-from reference_jax.local_sgd import (
-    NonFinite,
-    Round,
-    SyncState,
-    is_due,
-    post_local_sgd_round,
-    replicas_are_equal,
-    take_anchor,
-)
-from reference_jax.mesh import PER_REPLICA, make_mesh, pretend_devices, put
-from reference_jax.model import LlamaConfig, Units, init_params, shapes, units, whole_model
+from reference_jax.model import LlamaConfig, init_params, shapes
 from reference_jax.schedules import learning_rate
-from reference_jax.sync.penalty import effective_replicas
+
+__all__ = ["Record", "Run", "TrainConfig", "event_of", "run_round", "train", "units_of"]
 
 Host = dict[str, np.ndarray]
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # micro-step, from 0 -> two [R, S, B, T]
 Perturb = Callable[[int, Host], Host]  # (step, params [R, ...]) -> params
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """One run. Unset outer scalars take the method's default."""
+class Told(NamedTuple):
+    """A round that is complete; on the host, unpadded."""
 
-    model: LlamaConfig
-    method: str  # synchronous, post_local_sgd, diloco or edit
-    replicas: int
-    shards: int
-    steps: int
-    every: int = 128  # H
-    warmup: int = 0  # W
-    accumulate: int = 1  # micro-batches per inner step
-    inner: Inner = Inner()
-    lr: float = 2e-3  # peak
-    shape: str = "cosine"
-    warmup_tokens: int = 0
-    total_tokens: int = 0  # 0: those of the run
-    final_ratio: float = 0.1
-    decay_share: float = 0.2
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    penalty: Penalty = Penalty()
+    event: dict[str, Any]  # fields of the core's RoundEvent; its step is when it was measured
+    combined: Host  # D before clipping; empty if nothing was exchanged
 
 
 class Record(NamedTuple):
-    """One inner step, and the round after it if there was one; unpadded host arrays."""
+    """One inner step, and the rounds that were completed after it; unpadded host arrays."""
 
-    step: int
-    tokens: int  # over all replicas, this step included
+    step: int  # by the clock: the tick
+    tokens: int  # over all replicas, this step included; by the clock the estimate (V1)
     lr: float
-    loss_R: np.ndarray
-    grad_norm_R: np.ndarray  # before clipping
-    grads: Host  # [R, ...] before clipping
+    loss_R: np.ndarray  # NaN where a replica waited
+    grad_norm_R: np.ndarray  # before clipping; NaN where a replica waited
+    grads: Host  # [R, ...] before clipping; without meaning where a replica waited
     inner_params: Host  # [R, ...] right after the inner step
-    params: Host  # [R, ...] after the round, if any; else the same
+    params: Host  # [R, ...] after what follows the step; mostly the same
     exp_avg: Host  # [R, ...]
     exp_avg_sq: Host  # [R, ...]
     counts: Host  # [R] AdamW steps of every parameter
     anchor: Host | None  # [...]; None before replicas part
     velocity: Host | None
     stats: Host | None  # fields of NormStats, (U, R)
-    event: dict[str, Any] | None  # fields of the core's RoundEvent
-    combined: Host | None  # D of that round, before clipping
+    owed: Host | None  # [R, ...] what coding has left out; empty if nothing is coded
+    rounds: list[Told]  # completed after this step, in order
+    steps_R: np.ndarray  # inner steps that each replica has made in all
+    is_active_R: np.ndarray  # which replicas made this one
 
+    @property
+    def event(self) -> dict[str, Any] | None:
+        """Of the last round, if there was any."""
+        return self.rounds[-1].event if self.rounds else None
 
-def units_of(config: TrainConfig) -> Units:
-    """What one exchange of the method covers."""
-    return units(config.model) if config.method == "edit" else whole_model(config.model)
-
-
-def run_round(
-    state: TrainState, sync: SyncState, config: TrainConfig, *, forced: bool = False
-) -> tuple[TrainState, SyncState, Round]:
-    """(T4) a round of the method; call it inside ``jax.set_mesh``.
-
-    Raises:
-        ValueError: the method has no rounds.
-        NonFinite: a replica's norm is not finite and the method leaves nobody out.
-    """
-    of = units_of(config)
-    given = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-    outer = {k: v for k, v in given.items() if v is not None}
-    if config.method == "post_local_sgd":
-        state, sync, done = post_local_sgd_round(state, sync, units=of)
-    elif config.method == "diloco":
-        state, sync, done = diloco_round(state, sync, units=of, **outer)
-    elif config.method == "edit":
-        state, sync, done = edit_round(
-            state, sync, units=of, penalty=config.penalty, forced=forced, **outer
-        )
-        if config.penalty.exclude:
-            return state, sync, done
-    else:
-        raise ValueError(f"{config.method} has no rounds")
-    is_finite_UR = np.asarray(done.measured.verdict.is_finite_R)
-    if not is_finite_UR.all():
-        u, n = np.argwhere(~is_finite_UR)[0]
-        raise NonFinite(f"replica {n} is not finite in unit {of[u][0]}")
-    return state, sync, done
-
-
-def event_of(done: Round, names: list[str], **counts: Any) -> dict[str, Any]:
-    """The fields of the core's RoundEvent; ``counts`` are round, step and forced."""
-    measured, verdict = done.measured, done.measured.verdict
-    arrays = {
-        "norm": measured.norm_UR,
-        "finite": verdict.is_finite_R,
-        "flagged": verdict.is_flagged_R,
-        "rearmed": verdict.is_rearmed_R,
-        "anomalous": verdict.is_anomaly_R,
-        "weight": measured.weight_UR,
-        "effective_replicas": effective_replicas(measured.weight_UR),
-        "combined_norm": done.combined_norm_U,
-        "clip": done.clip_U,
-        "rollback": ~measured.accept_U,
-    }
-    return {**counts, "units": names, **{k: np.asarray(v).tolist() for k, v in arrays.items()}}
+    @property
+    def combined(self) -> Host | None:
+        """D of the last round, if there was any."""
+        return self.rounds[-1].combined if self.rounds else None
 
 
 class Run:
-    """A run between two steps: the states of chapters `fsdp` and `local_sgd`, and two counters."""
+    """A run between two steps: the states of chapters `fsdp` and `methods`, and counters."""
 
     def __init__(self, config: TrainConfig, params_R: Mapping[str, ArrayLike]) -> None:
         self.config = config
         self.mesh = make_mesh(config.replicas, config.shards)
         known = {name: params_R[name] for name in shapes(config.model)}
         self.state = init_state(place(known, self.mesh, axis=1), self.mesh)
-        self.sync: SyncState | None = None
-        self.step = self.rounds = 0
+        self.rounds: Rounds | None = None  # None before replicas part
+        self.step = 0
+        self.steps_R = np.zeros(config.replicas, int)
         self._join_if_due()
+
+    @property
+    def sync(self) -> SyncState | None:
+        """What replicas agree on; None before they part."""
+        return None if self.rounds is None else self.rounds.sync
 
     def inner_step(self, inputs: np.ndarray, targets: np.ndarray, lr: float) -> StepReport:
         """(T2, T3) ``inputs`` and ``targets`` are [R, S, B, T] with all micro-batches in B."""
@@ -181,27 +119,54 @@ class Run:
                 self.state, *batch, lr, config=self.config.model, inner=self.config.inner
             )
         self.step += 1
+        self.steps_R = self.steps_R + 1
         self._join_if_due()
         return seen
 
-    def round(self, *, forced: bool, perturb: Perturb | None) -> tuple[dict[str, Any], Host]:
-        """(T4, T5) makes a replica sick if asked to, then meets; returns event and D."""
-        assert self.sync is not None, "a round before replicas parted"
-        if perturb is not None:
-            params_R = perturb(self.step, self.host(self.state.params))
-            self.state = self.state._replace(params=place(params_R, self.mesh, axis=1))
+    def tick(
+        self, inputs: np.ndarray, targets: np.ndarray, lr: float, is_active_R: np.ndarray
+    ) -> StepReport:
+        """An inner step of the replicas that are active; the others stay what they were."""
+        before = self.state
+        seen = self.inner_step(inputs, targets, lr)
         with jax.set_mesh(self.mesh):
-            self.state, self.sync, done = run_round(
-                self.state, self.sync, self.config, forced=forced
+            self.state = only(put(is_active_R, self.mesh, ONE_EACH), self.state, before)
+        self.steps_R = self.steps_R - ~is_active_R
+        return seen
+
+    def after(self, *, is_last: bool, perturb: Perturb | None) -> list[Told]:
+        """(T4) of methods that count steps; makes a replica sick before a round if asked to."""
+        if self.rounds is None or self.step <= self.config.warmup:
+            return []
+        if self.rounds.measures(self.step, is_last=is_last):
+            self._perturb(perturb)
+        with jax.set_mesh(self.mesh):
+            self.state, done = self.rounds.after(self.state, self.step, is_last=is_last)
+        return [self._told(one) for one in done]
+
+    def by_the_clock(
+        self, steps: list[int], *, is_empty: bool, forced: bool, perturb: Perturb | None
+    ) -> Told:
+        """(T4) of aedit: a round of replicas that made ``steps`` since the last one."""
+        assert self.rounds is not None, "a round before replicas parted"
+        self._perturb(perturb)
+        with jax.set_mesh(self.mesh):
+            self.state, done = self.rounds.by_the_clock(
+                self.state, self.step, steps, is_empty=is_empty, forced=forced
             )
-            self.rounds += 1
-            names = [unit for unit, _ in units_of(self.config)]
-            counts = {"round": self.rounds, "step": self.step, "forced": forced}
-            return event_of(done, names, **counts), self.host(done.combined, axis=0)
+        return self._told(done)
 
     def host(self, arrays: dict[str, jax.Array], *, axis: int = 1) -> Host:
         """Unpadded copies on the host."""
         return to_host(arrays, self.config.model, axis=axis)
+
+    def _told(self, done: Done) -> Told:
+        return Told(done.event, self.host(done.combined, axis=0))
+
+    def _perturb(self, perturb: Perturb | None) -> None:
+        if perturb is not None:
+            params_R = perturb(self.step, self.host(self.state.params))
+            self.state = self.state._replace(params=place(params_R, self.mesh, axis=1))
 
     def _join_if_due(self) -> None:
         if self.config.method == "synchronous" or self.step != self.config.warmup:
@@ -209,7 +174,7 @@ class Run:
         if not replicas_are_equal(self.state.params):
             raise ValueError(f"replicas hold different parameters when they part, step {self.step}")
         with jax.set_mesh(self.mesh):
-            self.sync = take_anchor(self.state.params, units=units_of(self.config))
+            self.rounds = Rounds(self.config, self.state)
 
 
 def train(
@@ -220,7 +185,7 @@ def train(
     dtype: str = "float32",
     perturb: Perturb | None = None,
 ) -> Iterator[Record]:
-    """Runs ``config.steps`` inner steps and yields a record of each.
+    """Runs ``config.steps`` inner steps and yields a record of each; by the clock, of each tick.
 
     Args:
         config: the run.
@@ -231,62 +196,114 @@ def train(
         perturb: called with the step and all parameters [R, ...] right before every round.
 
     Raises:
-        NonFinite: see ``run_round``.
-        ValueError: more ranks than devices, or an unknown schedule shape.
+        NonFinite: see ``methods.run_round``.
+        ValueError: more ranks than devices, an unknown method, wire or schedule shape.
     """
     if params is None:
         params = init_params(config.model, seed=0, dtype=dtype)
     run = Run(config, replicate(params, config.replicas))
-    k = config.accumulate
-    for t in range(1, config.steps + 1):
-        parts = [batches(i) for i in range((t - 1) * k, t * k)]
-        inputs, targets = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
-        lr = learning_rate(
-            t * inputs.size,
-            peak=config.lr,
-            shape=config.shape,
-            warmup_tokens=config.warmup_tokens,
-            total_tokens=config.total_tokens or config.steps * inputs.size,
-            final_ratio=config.final_ratio,
-            decay_share=config.decay_share,
-        )
+    by_steps = config.warmup if config.method == "aedit" else config.steps
+    for t in range(1, min(by_steps, config.steps) + 1):
+        inputs, targets = batch_of_step(config, batches, run.steps_R)
+        lr = learning_rate_at(t * inputs.size, config, of_step=inputs.size)
         seen = run.inner_step(inputs, targets, lr)
         inner_params = run.host(run.state.params)
-        event = combined = None
-        has_parted = run.sync is not None and t > config.warmup
-        due = has_parted and is_due(t, warmup=config.warmup, every=config.every)
-        if due or (has_parted and t == config.steps):
-            event, combined = run.round(forced=not due, perturb=perturb)
-        yield _record(run, seen, t * inputs.size, lr, inner_params, event, combined)
+        told = run.after(is_last=t == config.steps, perturb=perturb)
+        yield record_of(run, seen, t * inputs.size, lr, inner_params, told)
+    if by_steps < config.steps:
+        yield from ticks(run, config, batches, perturb)
 
 
-def _record(
+def ticks(
+    run: Run, config: TrainConfig, batches: Batches, perturb: Perturb | None
+) -> Iterator[Record]:
+    """The part of a run that goes by the clock."""
+    of_step = batches(0)[0].size * config.accumulate
+    pace = Pace(
+        config.timed,
+        tokens=of_step // config.replicas,
+        agreed=config.warmup * of_step,
+        total=config.steps * of_step,
+    )
+    while pace.agreed < pace.total:
+        is_active_R = np.array(pace.is_active())
+        inputs, targets = batch_of_step(config, batches, run.steps_R)
+        for n in range(config.replicas):
+            if is_active_R[n]:
+                pace.stepped(n)
+                tokens = pace.estimate(n)  # the same for all that step
+        lr = learning_rate_at(tokens, config, of_step=of_step)
+        seen = run.tick(inputs, targets, lr, is_active_R)
+        inner_params, told = run.host(run.state.params), []
+        if not any(pace.is_active()):
+            steps, is_empty = pace.meet()
+            told.append(run.by_the_clock(steps, is_empty=is_empty, forced=False, perturb=perturb))
+            if pace.agreed >= pace.total and is_empty:
+                told.append(run.by_the_clock(steps, is_empty=False, forced=True, perturb=perturb))
+        yield record_of(run, seen, tokens, lr, inner_params, told, is_active_R)
+
+
+def batch_of_step(
+    config: TrainConfig, batches: Batches, steps_R: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets [R, S, B, T] of each replica's own next step, micro-batches in B."""
+    k = config.accumulate
+    dealt = {s: [batches(i) for i in range(s * k, (s + 1) * k)] for s in set(steps_R.tolist())}
+    sides = []
+    for side in range(2):
+        rows = [
+            np.concatenate([micro[side][n] for micro in dealt[s]], axis=1)
+            for n, s in enumerate(steps_R.tolist())
+        ]
+        sides.append(np.stack(rows))
+    return sides[0], sides[1]
+
+
+def learning_rate_at(tokens: int, config: TrainConfig, *, of_step: int) -> float:
+    """(T1) of the step after which all replicas have seen ``tokens``, by (V1)."""
+    return learning_rate(
+        tokens,
+        peak=config.lr,
+        shape=config.shape,
+        warmup_tokens=config.warmup_tokens,
+        total_tokens=config.total_tokens or config.steps * of_step,
+        final_ratio=config.final_ratio,
+        decay_share=config.decay_share,
+    )
+
+
+def record_of(
     run: Run,
     seen: StepReport,
     tokens: int,
     lr: float,
     inner_params: Host,
-    event: dict[str, Any] | None,
-    combined: Host | None,
+    told: list[Told],
+    is_active_R: np.ndarray | None = None,
 ) -> Record:
+    """Everything on the host; ``is_active_R`` None: all replicas made the step."""
     state, sync = run.state, run.sync
+    active_R = np.ones(run.config.replicas, bool) if is_active_R is None else is_active_R
+    loss_R, norm_R = np.array(seen.loss_R), np.array(seen.grad_norm_R)
     return Record(
         step=run.step,
         tokens=tokens,
         lr=lr,
-        loss_R=np.array(seen.loss_R),
-        grad_norm_R=np.array(seen.grad_norm_R),
+        loss_R=np.where(active_R, loss_R, loss_R.dtype.type(np.nan)),
+        grad_norm_R=np.where(active_R, norm_R, norm_R.dtype.type(np.nan)),
         grads=run.host(seen.grads),
         inner_params=inner_params,
-        params=inner_params if event is None else run.host(state.params),
+        params=run.host(state.params),
         exp_avg=run.host(state.exp_avg),
         exp_avg_sq=run.host(state.exp_avg_sq),
         counts={name: np.array(x) for name, x in state.step.items()},
         anchor=None if sync is None else run.host(sync.anchor, axis=0),
         velocity=None if sync is None else run.host(sync.velocity, axis=0),
         stats=None if sync is None else {k: np.array(v) for k, v in sync.stats._asdict().items()},
-        event=event,
-        combined=combined,
+        owed=None if sync is None else run.host(sync.owed),
+        rounds=told,
+        steps_R=run.steps_R,
+        is_active_R=active_R,
     )
 
 

@@ -316,6 +316,7 @@ def test_a_share_of_the_weight_goes_by_steps_among_those_who_are_let_in() -> Non
     assert step_weights(weight_R, steps_R, out_R, share=1.0).tolist() == [0.25, 0.75, 0.0]
     assert step_weights(weight_R, steps_R, out_R, share=0.5).tolist() == [0.5, 0.5, 0.0]
     assert torch.equal(step_weights(weight_R, steps_R, out_R, share=0.0), weight_R)
+    assert torch.equal(step_weights(weight_R, 0 * steps_R, out_R, share=0.5), weight_R)
 
 
 @settings(deadline=None)

@@ -21,8 +21,8 @@ def encode_bfloat16(x: Array) -> Array:
     """``x`` rounded to the nearest bfloat16, ties to even. (Q1)
 
     By way of float32, so that float64 takes the same road in both cores. What is too small for
-    a normal float32 becomes 0. XLA would drop a cast to bfloat16 and back as needless;
-    ``reduce_precision`` it must keep.
+    a normal float32 becomes 0. XLA is allowed to drop a cast to bfloat16 and back (it does not on
+    a CPU); ``reduce_precision`` it must keep.
     """
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
     rounded = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)

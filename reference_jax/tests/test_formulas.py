@@ -10,7 +10,7 @@ import pytest
 
 from reference_jax.adamw import adamw_update
 from reference_jax.schedules import learning_rate
-from reference_jax.sync.outer import heal, nesterov_step
+from reference_jax.sync.outer import heal, mix, momentum_step, nesterov_step, staleness_gap
 
 RNG = np.random.default_rng(0)
 YES = jnp.array(True)
@@ -61,6 +61,40 @@ def test_a_constant_pseudo_gradient_gives_the_golden_anchors(
             anchor, velocity, jnp.array(2.0), YES, lr=lr, momentum=momentum
         )
         assert float(anchor) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_momentum_step_without_gap_and_clip_is_momentum_of_optax() -> None:
+    anchor = theirs = jnp.asarray(RNG.normal(size=6))
+    velocity, one = jnp.zeros(6), jnp.ones(())
+    oracle = optax.sgd(0.7, momentum=0.9)
+    state = oracle.init(theirs)
+    for _ in range(4):
+        grad = jnp.asarray(RNG.normal(size=6))
+        anchor, velocity = momentum_step(
+            anchor, velocity, grad, YES, one, lr=0.7, momentum=0.9, clip=1e9
+        )
+        change, state = oracle.update(grad, state)
+        theirs = optax.apply_updates(theirs, change)
+        np.testing.assert_allclose(anchor, theirs, rtol=1e-13, atol=1e-15)
+
+
+def test_a_stale_gradient_is_divided_by_the_gap_and_the_velocity_clipped() -> None:
+    start, grad = jnp.array([0.0, 1.0, -1.0]), jnp.array([0.5, 4.0, jnp.nan])
+    gap = staleness_gap(jnp.array(3.0), jnp.array(2.5), eps=0.5)
+    scalars = {"lr": 0.5, "momentum": 0.5, "clip": 1.0}
+    anchor, velocity = momentum_step(jnp.zeros(3), start, grad, YES, gap, **scalars)
+    assert gap == 2.0 and velocity[:2].tolist() == [0.25, 1.0]
+    assert anchor[:2].tolist() == [-0.125, -0.5] and jnp.isnan(anchor[2])
+    kept = momentum_step(start, start, grad, ~YES, gap, **scalars)
+    for x in kept:
+        np.testing.assert_array_equal(x, start)
+
+
+def test_mixing_is_exact_at_both_ends() -> None:
+    local, anchor = jnp.array([jnp.nan, 0.1]), jnp.array([0.7, 0.3])
+    np.testing.assert_array_equal(mix(local, anchor, alpha=0.0), anchor)
+    np.testing.assert_array_equal(mix(anchor, local, alpha=1.0), anchor)
+    np.testing.assert_allclose(mix(local, anchor, alpha=0.25)[1], 0.25)
 
 
 def test_a_rejected_outer_step_changes_nothing_even_if_the_pseudo_gradient_is_nan() -> None:

@@ -13,6 +13,7 @@ from reference_jax.sync.penalty import (
     effective_replicas,
     init_stats,
     median_over_replicas,
+    step_weights,
     uniform_weights,
     weigh,
 )
@@ -121,6 +122,14 @@ def test_nobody_left_means_no_weight_for_anybody() -> None:
     ]
     for weight_R in [*weights, uniform_weights(everybody, dtype=jnp.float64)]:
         assert weight_R.tolist() == [0, 0] and effective_replicas(weight_R) == 0
+
+
+def test_a_share_of_the_weight_goes_by_steps_among_those_who_are_let_in() -> None:
+    weight_R, out_R = jnp.array([0.75, 0.25, 0.0]), jnp.array([False, False, True])
+    steps_R = jnp.array([1, 3, 100])
+    for share, expected in ((0.0, [0.75, 0.25, 0]), (0.5, [0.5, 0.5, 0]), (1.0, [0.25, 0.75, 0])):
+        assert step_weights(weight_R, steps_R, out_R, share=share).tolist() == expected
+    assert step_weights(jnp.zeros(2), steps_R[:2], ~nobody(2), share=0.5).tolist() == [0, 0]
 
 
 def test_the_median_of_an_even_number_is_between_the_two_in_the_middle() -> None:

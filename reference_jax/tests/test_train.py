@@ -1,12 +1,15 @@
 """Whole runs: placement does not matter, padding stays zero, events tell what happened."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reference_jax.edit import Penalty, edit_round, round_then_step
+from reference_jax.edit import Penalty, edit_round, round_in_forward, straight_through
 from reference_jax.fsdp import (
     Inner,
     TrainState,
@@ -16,7 +19,7 @@ from reference_jax.fsdp import (
     place,
     replicate,
 )
-from reference_jax.local_sgd import NonFinite
+from reference_jax.local_sgd import NonFinite, SyncState
 from reference_jax.mesh import PER_REPLICA, put
 from reference_jax.model import shapes, units
 from reference_jax.tests.cases import MODEL, Host, batches_of
@@ -160,22 +163,37 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
         np.testing.assert_array_equal(x, at_once[-1].params[name])
 
 
-def test_a_round_inside_the_next_step_is_the_round_before_it() -> None:
+def test_a_round_inside_the_forward_is_the_round_before_it() -> None:
     run = Run(dataclasses.replace(CONFIG, warmup=0), equal_replicas())
-    inputs, targets = (put(x, run.mesh, PER_REPLICA) for x in batches_of(2, 2)(0))
-    of, scalars = units(MODEL), {"config": MODEL, "inner": Inner()}
+    batch = [put(x, run.mesh, PER_REPLICA) for x in batches_of(2, 2)(0)]
+    of, scalars = {"units": units(MODEL), "penalty": CONFIG.penalty}, {"inner": Inner()}
+    step = functools.partial(local_step, config=MODEL, inner=Inner())
+
+    def in_turn(state: TrainState, sync: SyncState) -> Any:
+        agreed, sync, done = edit_round(state, sync, **of)
+        after, seen = step(agreed, *batch, 0.1)
+        return after, sync, done, seen
+
+    assert run.sync is not None
     with jax.set_mesh(run.mesh):
-        state, _ = local_step(run.state, inputs, targets, 0.1, **scalars)
-        whole, sync, _ = edit_round(state, run.sync, units=of, penalty=CONFIG.penalty)
-        whole, seen = local_step(whole, inputs, targets, 0.1, **scalars)
-        inside, also, _, likewise = round_then_step(
-            state, run.sync, inputs, targets, 0.1, units=of, penalty=CONFIG.penalty, **scalars
-        )
-    np.testing.assert_allclose(seen.loss_R, likewise.loss_R, rtol=1e-14)
-    for name, start in run.state.params.items():
-        moved, alike = (np.asarray(s.params[name]) - np.asarray(start) for s in (whole, inside))
+        state, _ = step(run.state, *batch, 0.1)
+        two_programs, one_program = (f(state, run.sync) for f in (in_turn, jax.jit(in_turn)))
+        inside = round_in_forward(state, run.sync, *batch, 0.1, config=MODEL, **of, **scalars)
+    assert float(inside[2].clip_U.min()) < 1
+    for x, y in zip(jax.tree.leaves(one_program), jax.tree.leaves(inside), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for name, start in state.params.items():
+        moved, alike = (np.asarray(s[0].params[name]) - start for s in (two_programs, inside))
         np.testing.assert_allclose(moved, alike, rtol=1e-11, atol=1e-14, err_msg=name)
-        np.testing.assert_allclose(sync.velocity[name], also.velocity[name], rtol=0, atol=1e-15)
+
+
+def test_straight_through_hands_the_gradient_on_and_differentiates_no_round() -> None:
+    def loss(theta: jax.Array) -> jax.Array:
+        value = jax.lax.stop_gradient(jnp.sqrt(theta) * jnp.nan_to_num(theta / theta, nan=3.0))
+        return jnp.square(straight_through(theta, value) + 1.0)
+
+    # At 0 the slope of the round would be infinite. The loss is taken at 0 * 3 + 1.
+    assert jax.value_and_grad(loss)(0.0) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("method", ["post_local_sgd", "diloco"])
