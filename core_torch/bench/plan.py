@@ -71,28 +71,28 @@ class Pace(NamedTuple):
     every: int  # inner steps between rounds of EDiT
 
 
-PACE = Pace(
-    RunConfig(
-        model=ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, hidden=176, context=64),
+def _pace(dim: int, layers: int, alone_steps: int, every: int) -> Pace:
+    model = ModelConfig(dim=dim, layers=layers, heads=4, kv_heads=2, hidden=176, context=64)
+    config = RunConfig(
+        model=model,
         data=DataConfig(sequence=64, batch=4),
         mesh=MeshConfig(replicas=2, device="cpu"),
         optim=OptimConfig(lr=4e-3),
         train=TrainConfig(evaluate_sequences=128),
-    ),
-    alone_steps=60,
-    warm_steps=10,
-    every=20,
-)
+    )
+    return Pace(config, alone_steps, alone_steps // 6, every)
 
 
 class Overlap(NamedTuple):
     """What ``bench sync`` computes while exchanges run."""
 
-    model: ModelConfig
-    batch: int
-    sequence: int
-    exposed_units: int  # at the start of a forward nothing runs that could hide an exchange
+    size: Size
     warm_rounds: int
 
 
-OVERLAP = Overlap(_size(256, 8, 1024, 4, 256).model, 4, 256, exposed_units=2, warm_rounds=2)
+EXPOSED_UNITS = 2  # at the start of a forward nothing runs that could hide an exchange
+PACES = {"tiny": _pace(32, 1, 12, 6), "small": _pace(64, 3, 60, 20)}
+OVERLAPS = {
+    "tiny": Overlap(_size(32, 2, 64, 2, 16), 1),  # as for ``bench shard``
+    "small": Overlap(_size(256, 8, 1024, 4, 256), 2),
+}

@@ -17,10 +17,11 @@ import torch._dynamo
 import torch.distributed as dist
 
 from core_torch.bench.measure import batch_of
-from core_torch.bench.plan import OVERLAP, PACE, Overlap
+from core_torch.bench.plan import EXPOSED_UNITS, OVERLAPS, PACES, Size
 from core_torch.collectives import gather_json
 from core_torch.config import RunConfig, ShardConfig, SyncConfig
 from core_torch.data.corpus import open_corpus
+from core_torch.errors import ConfigError
 from core_torch.mesh import Mesh
 from core_torch.models import token_loss
 from core_torch.models.build import init_weights
@@ -55,6 +56,7 @@ def measure_pace(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str, An
     """
     told: dict[str, Any] = {}
     corpus = open_corpus(Path(job["data"]))
+    pace = PACES[job["size"]]
     alone: list[float] = []
     sleep = 0.0
     for replica in range(mesh.replica.size):
@@ -64,9 +66,9 @@ def measure_pace(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str, An
         if replica == mesh.replica.index:
             for record in train(state):
                 seconds.append(record.seconds)
-                if record.step == PACE.alone_steps:
+                if record.step == pace.alone_steps:
                     break
-            own = statistics.median(seconds[PACE.warm_steps :])
+            own = statistics.median(seconds[pace.warm_steps :])
             is_slow = replica == mesh.replica.size - 1
             sleep = (job["slow"] - 1) * own if is_slow else 0.0
             alone.append(config.tokens_per_step / mesh.replica.size / (own + sleep))
@@ -75,7 +77,7 @@ def measure_pace(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str, An
     speeds = [x for own in gather_json(alone, device=mesh.device) for x in own]
     told["alone_tokens_per_second"] = speeds
     for method in ("edit", "aedit"):
-        every: int | str = PACE.every if method == "edit" else f"{job['seconds']}s"
+        every: int | str = pace.every if method == "edit" else f"{job['seconds']}s"
         state = build(_run(job, method, every=every), mesh, corpus)
         marks = []
         for record in train(state):
@@ -84,6 +86,11 @@ def measure_pace(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str, An
                 marks.append((time.perf_counter(), record.round.steps))
             emit({"event": "bench", "variant": method, "step": record.step})
         finish(state)
+        if len(marks) < 2:
+            raise ConfigError(
+                f"{method} had {len(marks)} rounds, too few for a pace",
+                next="more --steps, or fewer --seconds between rounds",
+            )
         per_step = state.config.tokens_per_step / mesh.replica.size
         between = sum(sum(steps) for _, steps in marks[1:]) * per_step
         speed = between / (marks[-1][0] - marks[0][0])
@@ -98,7 +105,7 @@ def measure_pace(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str, An
 
 
 def _run(job: dict[str, Any], method: Any, *, every: int | str) -> RunConfig:
-    config: RunConfig = PACE.config
+    config = PACES[job["size"]].config
     timed = (
         replace(config.sync.timed, min_total_steps=1) if method == "aedit" else config.sync.timed
     )
@@ -108,20 +115,20 @@ def _run(job: dict[str, Any], method: Any, *, every: int | str) -> RunConfig:
 
 def measure_overlap(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str, Any]:
     """Times of rounds after the step, one exchange after the other, and inside the forward."""
-    rounds = job["rounds"]
-    by_turn = Rounding(mesh, ShardConfig(), SyncConfig(layerwise=False, prefetch_units=1))
-    whole = Rounding(mesh, ShardConfig(), SyncConfig(layerwise=False))
-    inside = Rounding(mesh, ShardConfig(), SyncConfig())
-    compiled = Rounding(
-        mesh, ShardConfig(method="simple_fsdp", compile=job["backend"]), SyncConfig()
-    )
+    size, warm = OVERLAPS[job["size"]]
+    eager = ShardConfig()
+    by_turn = Rounding(mesh, size, eager, SyncConfig(layerwise=False, prefetch_units=1))
+    whole = Rounding(mesh, size, eager, SyncConfig(layerwise=False))
+    inside = Rounding(mesh, size, eager, SyncConfig())
+    graph = ShardConfig(method="simple_fsdp", compile=job["backend"])
+    compiled = Rounding(mesh, size, graph, SyncConfig())
     entries = {"one by one": by_turn, "whole": whole, "layerwise": inside, "compiled": compiled}
     graphs = 0
-    for number in range(OVERLAP.warm_rounds + rounds):
+    for number in range(warm + job["rounds"]):
         for name, entry in entries.items():
             entry.steps_to_round()
             emit({"event": "bench", "variant": name, "step": number})
-        if number == OVERLAP.warm_rounds - 1:
+        if number == warm - 1:
             graphs = _graphs()
             for entry in entries.values():
                 entry.forget()
@@ -133,7 +140,7 @@ def measure_overlap(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str,
     }
     for name, entry in (("layerwise", inside), ("compiled", compiled)):
         exposed = entry.exposed(mesh)
-        hidden = 1 - sum(exposed[OVERLAP.exposed_units :]) / sum(full[OVERLAP.exposed_units :])
+        hidden = 1 - sum(exposed[EXPOSED_UNITS:]) / sum(full[EXPOSED_UNITS:])
         told[name] = {"hidden_fraction": hidden, "exposed_ms_per_unit": exposed}
         told[name]["round_ms"] = entry.round_ms(mesh)
     told["layerwise"]["whole_round_ms"] = whole.round_ms(mesh)
@@ -145,8 +152,7 @@ def measure_overlap(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str,
 class Rounding:
     """One model that has a round every other step, and the times of it."""
 
-    def __init__(self, mesh: Mesh, shard: ShardConfig, sync: SyncConfig) -> None:
-        size: Overlap = OVERLAP
+    def __init__(self, mesh: Mesh, size: Size, shard: ShardConfig, sync: SyncConfig) -> None:
         self._mesh, self._size = mesh, size
         self._model = Llama(size.model, size.model.vocabulary)
         init_weights(self._model, size.model, seed=0)

@@ -3,7 +3,6 @@
 import shlex
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core_torch.bench.link import parse_network
-from core_torch.bench.plan import PACE
+from core_torch.bench.plan import PACES
 from core_torch.bench.results import processor_name
 from core_torch.cli.bench import linked
 from core_torch.cli.doctor import installed_versions, machine
@@ -57,12 +56,12 @@ def compare(options: BenchSyncOptions, folder: Path, status: Console) -> dict[st
         folder: empty; for the prepared text.
         status: where to say what is going on.
     """
-    data = replace(PACE.config.data)
-    prepare(data, folder / "data")
+    prepare(PACES[options.size].config.data, folder / "data")
     job: dict[str, Any] = {
         "kind": "bench_sync",
         "data": str(folder / "data"),
         "slow": options.slow_replica,
+        "size": options.size,
         "seconds": options.seconds,
         "steps": options.steps,
         "rounds": options.rounds,

@@ -137,6 +137,7 @@ class BenchOptions:
 class BenchSyncOptions:
     """What to measure, and how long. Two replicas of one rank, a core each."""
 
+    size: Literal["tiny", "small"] = "small"  # of the models; times of tiny say nothing
     slow_replica: float = 3.0  # how many times longer a step of the last replica takes
     network: str = "loopback"  # between the replicas: loopback, or RATE,DELAY such as 1gbit,1ms
     steps: int = 200  # of EDiT's replicas; A-EDiT trains on as many tokens
@@ -148,7 +149,7 @@ class BenchSyncOptions:
     def validate(self) -> list[Problem]:
         """Problems of these options."""
         problems = []
-        lowest = {"slow_replica": 1.0, "steps": 60, "seconds": 0.1, "rounds": 1}
+        lowest = {"slow_replica": 1.0, "steps": 20, "seconds": 0.1, "rounds": 1}
         for name, low in lowest.items():
             value = getattr(self, name)
             if not low <= value < float("inf"):
