@@ -15,6 +15,7 @@ import torch
 from core_torch.sync import outer
 from parity_tests.cases import probes
 from parity_tests.harness import codec, mutants
+from parity_tests.harness.mutant import Mutant
 from parity_tests.harness.pool import RankPool, RanksFailed
 
 VALUES: list[Any] = [
@@ -220,6 +221,6 @@ def test_a_mutant_runs_inside_the_ranks_for_one_request_or_one_block(pool: RankP
 
 
 def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
-    stale = mutants.Mutant("core_torch.sync.outer:heal", "no such text", "")
+    stale = Mutant("core_torch.sync.outer:heal", "no such text", "")
     with pytest.raises(ValueError, match="occurs 0 times"):
         mutants.edited_code(mutants.find(stale.target), stale)

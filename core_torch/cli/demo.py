@@ -2,7 +2,8 @@
 
 Four ranks start once, as 2 replicas x 2 shards, and train one method after the other. The
 numbers below were chosen so that two CPU cores are enough; they show the mechanics and the
-bytes, and say nothing about which method is better at scale.
+bytes, and say nothing about which method is better at scale. With several seeds every method is
+repeated, and the table gives mean and spread.
 """
 
 import dataclasses
@@ -26,13 +27,15 @@ from core_torch.config import (
     OptimConfig,
     RunConfig,
     ScheduleConfig,
+    StreamingConfig,
     SyncConfig,
+    TimedConfig,
     TrainConfig,
     check,
 )
 from core_torch.data.corpus import prepare
 from core_torch.errors import EXIT_OK, ConfigError
-from core_torch.report import write_report
+from core_torch.report import repeated_table, write_report
 from core_torch.report.records import load_run, write_json
 from core_torch.report.table import comparison_table
 from core_torch.report.text import sanitise
@@ -60,7 +63,11 @@ def run(options: DemoOptions, words: list[str]) -> int:
         TwinshardError: see ``errors``.
     """
     out = Path(options.out)
-    configs = [demo_config(method, out, quick=options.quick) for method in options.chosen]
+    configs = [
+        demo_config(method, out, quick=options.quick, seed=seed)
+        for method in options.chosen
+        for seed in range(options.seeds)
+    ]
     for config in configs:
         check(config)
     _clear(out, configs)
@@ -72,34 +79,56 @@ def run(options: DemoOptions, words: list[str]) -> int:
     folders = [Path(config.run) for config in configs]
     page = write_report(folders, out)
     console.print()
-    console.print(comparison_table([load_run(folder) for folder in folders]))
-    _show_samples(folders, console)
+    found = [load_run(folder) for folder in folders]
+    console.print(comparison_table(found) if options.seeds == 1 else repeated_table(found))
+    _show_samples(folders[:: options.seeds], console)
     _say_where(page, configs, console)
     if options.json:
         rows = [{name: summary[name] for name in JSON_FIELDS} for summary in summaries]
+        if options.seeds > 1:
+            for row, config in zip(rows, configs, strict=True):
+                row["seed"] = config.train.seed
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         write_json(Path(options.json), {"methods": rows})
     return EXIT_OK
 
 
-def demo_config(method: Any, out: Path, *, quick: bool) -> RunConfig:
-    """The run of one method; all methods see the same number of tokens."""
+def demo_config(method: Any, out: Path, *, quick: bool, seed: int = 0) -> RunConfig:
+    """One run of one method; all methods see the same number of tokens.
+
+    A-EDiT ends at the first round after that number, so it sees a little more.
+    """
     layers, steps, every, warmup = (2, 80, 16, 6) if quick else (3, 240, 20, 20)
-    local = method != "synchronous"
     config = RunConfig(
-        run=str(out / method),
+        run=str(out / (f"{method}-seed-{seed}" if seed else method)),
         model=ModelConfig(dim=64, layers=layers, heads=4, kv_heads=2, hidden=176, context=256),
-        data=DataConfig(sequence=64, batch=8),
+        data=DataConfig(sequence=64, batch=8, seed=seed),
         mesh=MeshConfig(replicas=2, shards=2, device="cpu", deadline_seconds=100.0),
         optim=OptimConfig(lr=4e-3),
-        sync=SyncConfig(method=method, every=every, warmup=warmup if local else 0),
+        sync=_sync(method, every=every, warmup=warmup, seconds="3s" if quick else "5s"),
         train=TrainConfig(
-            steps=steps, evaluate_every=steps // 4, evaluate_sequences=64 if quick else 128
+            steps=steps,
+            evaluate_every=steps // 4,
+            evaluate_sequences=64 if quick else 128,
+            seed=seed,
         ),
         checkpoint=CheckpointConfig(every=0),
     )
     rise = steps // 20 * config.tokens_per_step
     return dataclasses.replace(config, schedule=ScheduleConfig(warmup_tokens=rise))
+
+
+def _sync(method: Any, *, every: int, warmup: int, seconds: str) -> SyncConfig:
+    """Settings of a method; a round of A-EDiT lasts about as long as the others' on two cores."""
+    if method == "synchronous":
+        return SyncConfig(method=method, every=every)
+    if method == "aedit":
+        timed = TimedConfig(min_total_steps=4)
+        return SyncConfig(method=method, every=seconds, warmup=warmup, timed=timed)
+    if method == "streaming_diloco":
+        streaming = StreamingConfig(fragments=2, delay=2)
+        return SyncConfig(method=method, every=every, warmup=warmup, streaming=streaming)
+    return SyncConfig(method=method, every=every, warmup=warmup)
 
 
 def _clear(out: Path, configs: list[RunConfig]) -> None:
@@ -139,8 +168,10 @@ def _train(configs: list[RunConfig], out: Path, console: Console) -> list[dict[s
         for config in configs
     ]
     first = configs[0]
+    methods = len({config.sync.method for config in configs})
+    seeds = f", {len(configs) // methods} seeds each" if len(configs) > methods else ""
     console.print(
-        f"{len(configs)} methods, {first.mesh.replicas} replicas x {first.mesh.shards} shards, "
+        f"{methods} methods{seeds}, {first.mesh.replicas} replicas x {first.mesh.shards} shards, "
         f"{first.train.steps} steps of {first.tokens_per_step} tokens each; starting "
         f"{first.mesh.ranks} ranks",
         highlight=False,

@@ -6,7 +6,13 @@ from rich.console import Console
 
 from core_torch.cli.options import ReportOptions
 from core_torch.errors import EXIT_OK, DataError
-from core_torch.report import comparison_table, load_run, write_report
+from core_torch.report import (
+    comparison_table,
+    has_repeats,
+    load_run,
+    repeated_table,
+    write_report,
+)
 
 
 def run(options: ReportOptions, words: list[str]) -> int:
@@ -32,5 +38,7 @@ def run(options: ReportOptions, words: list[str]) -> int:
         ) from error
     console = Console()
     console.print(comparison_table(runs))
+    if has_repeats(runs):
+        console.print(repeated_table(runs))
     console.print(f"\nreport  {page}", markup=False, highlight=False, soft_wrap=True)
     return EXIT_OK

@@ -5,6 +5,7 @@ the command line stays light.
 """
 
 from core_torch.report.records import RecordWriter, Run, load_run, write_json
+from core_torch.report.repeats import has_repeats, repeated_table
 from core_torch.report.summary import perplexity, summarise, summary_of
 from core_torch.report.table import comparison_rows, comparison_table
 from core_torch.report.text import human_bytes, human_count, sanitise
@@ -15,10 +16,12 @@ __all__ = [
     "Run",
     "comparison_rows",
     "comparison_table",
+    "has_repeats",
     "human_bytes",
     "human_count",
     "load_run",
     "perplexity",
+    "repeated_table",
     "sanitise",
     "summarise",
     "summary_of",

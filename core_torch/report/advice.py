@@ -1,5 +1,6 @@
 """What to try next: suggestions that follow from a run's own numbers. Pure."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,10 @@ from core_torch.report.text import MISSING
 
 FEW_ROUNDS = 4
 OFTEN = 0.5  # share of decisions
+FELL = 0.5  # of the learning rate's peak; below it the velocity remembers larger steps
+FAR = 0.5  # nats per token between training loss and the anchor's; text seen once gives far less
+WITH_PENALTY = ("edit", "aedit")
+WITHOUT_MOMENTUM = ("synchronous", "post_local_sgd")
 
 
 class Hint(NamedTuple):
@@ -67,7 +72,9 @@ def _hints_of(run: Run, label: str) -> list[Hint]:
     if facts.decisions and facts.clipped > OFTEN * facts.decisions:
         text = f"{label} clipped most of its updates, so the threshold sets the pace."
         hints.append(Hint(text, "--sync.penalty.max_norm, --sync.outer.lr"))
-    if summary["method"] == "edit" and facts.effective_replicas < OFTEN * summary["replicas"]:
+    hints += _overshoot(run, label)
+    few = facts.effective_replicas < OFTEN * summary["replicas"]
+    if few and summary["method"] in WITH_PENALTY:
         text = (
             f"In {label} few replicas decided alone: {facts.effective_replicas:.2f} effective of "
             f"{summary['replicas']}. Weights that do not depend on scale spread more evenly."
@@ -77,3 +84,23 @@ def _hints_of(run: Run, label: str) -> list[Hint]:
         text = f"{label} has no validation perplexity ({MISSING} in the table): it did not finish."
         hints.append(Hint(text, "--resume auto"))
     return hints
+
+
+def _overshoot(run: Run, label: str) -> list[Hint]:
+    """A hint where the outer momentum seems to outlive a falling learning rate."""
+    summary, steps = summary_of(run), run.metrics.get(0, [])
+    perplexity = summary["validation_perplexity"]
+    without = summary["method"] in WITHOUT_MOMENTUM or run.setting("sync.outer.momentum") == 0
+    if without or not steps or not perplexity or summary["loss"] is None:
+        return []
+    fell = steps[-1].lr < FELL * max(record.lr for record in steps)
+    anchor_loss = math.log(perplexity)
+    if not fell or not anchor_loss - summary["loss"] > FAR:
+        return []
+    text = (
+        f"{label} ended with training loss {summary['loss']:.2f}, but its anchor has "
+        f"{anchor_loss:.2f} on held-out text. The outer momentum may have outlived the falling "
+        "learning rate and carried the anchor past the replicas: try less of it, or more rounds. "
+        "(Text that was seen many times gives the same picture.)"
+    )
+    return [Hint(text, "--sync.outer.momentum 0.3")]

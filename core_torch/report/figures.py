@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core_torch.report.records import Run, Step
+from core_torch.report.curves import keeps_step, mean_curve, smooth, token_axis, window
+from core_torch.report.records import Run
 from core_torch.report.style import (
     LIGHT,
     Theme,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKED_POINTS = 25  # up to here single points get a marker
+FEW_RUNS = 4  # up to here a title has room for each, and a legend for one column
 LOG_FROM_RATIO = 8.0  # bytes that differ more than this need a logarithmic axis
 
 
@@ -40,42 +42,6 @@ class Drawn(NamedTuple):
     alternative: str
 
 
-def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Centred moving mean over ``width`` values, narrower at both ends; skips non-finite values.
-
-    Returns:
-        As many values; nan where a window holds nothing finite.
-    """
-    finite = [math.isfinite(value) for value in values]
-    sums, counts = [0.0], [0]
-    for value, keep in zip(values, finite, strict=True):
-        sums.append(sums[-1] + (value if keep else 0.0))
-        counts.append(counts[-1] + keep)
-    smoothed = []
-    for index in range(len(values)):
-        low, high = max(0, index - width // 2), min(len(values), index + width // 2 + 1)
-        count = counts[high] - counts[low]
-        smoothed.append((sums[high] - sums[low]) / count if count else math.nan)
-    return smoothed
-
-
-def window(steps: int) -> int:
-    """Width of the smoothing window: 4 % of the steps."""
-    return max(1, round(0.04 * steps))
-
-
-def _mean_losses(run: Run) -> tuple[list[Step], list[float]]:
-    """Replica 0's records, and at each the mean of the replicas' finite losses."""
-    first = run.metrics.get(0, [])
-    losses: dict[int, list[float]] = {}
-    for steps in run.metrics.values():
-        for record in steps:
-            if math.isfinite(record.loss):
-                losses.setdefault(record.step, []).append(record.loss)
-    means = [losses.get(record.step, []) for record in first]
-    return first, [sum(found) / len(found) if found else math.nan for found in means]
-
-
 def _non_finite_losses(runs: Sequence[Run]) -> int:
     records = [r for run in runs for steps in run.metrics.values() for r in steps]
     return sum(not math.isfinite(record.loss) for record in records)
@@ -86,7 +52,7 @@ def conditions(run: Run) -> str:
     summary = summary_of(run)
     parts = [
         f"{counted(summary['replicas'], 'replica')} × {counted(summary['shards'], 'shard')}",
-        counted(summary["steps"], "step"),
+        _steps_of(run, summary["steps"]),
         f"{human_count(summary['tokens'])} tokens",
     ]
     if summary["parameters"]:
@@ -99,12 +65,20 @@ def conditions(run: Run) -> str:
     return " · ".join(parts)
 
 
+def _steps_of(run: Run, steps: int) -> str:
+    """``200 steps``, or ``90 to 210 steps`` where replicas differ."""
+    ends = sorted({records[-1].step for records in run.metrics.values() if records})
+    return f"{ends[0]:,} to {ends[-1]:,} steps" if len(ends) > 1 else counted(steps, "step")
+
+
 def shared_conditions(runs: Sequence[Run]) -> str:
-    """Conditions of all runs: one line where they agree, else one part per run."""
-    found = [conditions(run) for run in runs]
-    if len(set(found)) == 1:
-        return found[0]
-    return "; ".join(f"{name}: {text}" for name, text in zip(run_labels(runs), found, strict=True))
+    """Conditions of all runs: one line where they agree, else a part for those that do."""
+    found: dict[str, list[str]] = {}
+    for label, run in zip(run_labels(runs), runs, strict=True):
+        found.setdefault(conditions(run), []).append(label)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(labels)}: {text}" for text, labels in found.items())
 
 
 def _lines(runs: Sequence[Run], theme: Theme) -> list[tuple[Run, str, dict[str, Any]]]:
@@ -127,7 +101,7 @@ def _frame_losses(axes: "Axes", runs: Sequence[Run]) -> bool:
     finite: list[float] = []
     heights: list[float] = []
     for run in runs:
-        steps, losses = _mean_losses(run)
+        losses = [point.loss for point in mean_curve(run)]
         smoothed = [v for v in smooth(losses, window(len(losses))) if math.isfinite(v)]
         heights += smoothed[len(smoothed) // 10 :][:1]
         finite += [r.loss for s in run.metrics.values() for r in s if math.isfinite(r.loss)]
@@ -154,23 +128,24 @@ def draw_loss_by_tokens(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -
     runs = [run for run in runs if run.metrics.get(0)]
     finals = [summary_of(run)["loss"] for run in runs]
     title = "Training loss at the end: " + _each(runs, [fixed(loss, 2) for loss in finals])
-    if len(runs) > 4:
+    if len(runs) > FEW_RUNS:
         title = f"Training loss at the end of {len(runs)} runs: {_span(finals, 2)}"
     has_validation = False
     with drawing(theme):
         figure = new_figure(3.6, title, shared_conditions(runs), theme)
         axes = figure.subplots()
         for run, label, line in _lines(runs, theme):
-            for steps in run.metrics.values():
-                x = [record.tokens for record in steps]
-                axes.plot(
-                    x, [r.loss for r in steps], color=line["color"], alpha=0.18, linewidth=0.8
-                )
-            steps, losses = _mean_losses(run)
-            x = [record.tokens for record in steps]
-            marker = "o" if len(x) <= MARKED_POINTS else ""
-            axes.plot(x, smooth(losses, window(len(x))), label=label, marker=marker, **line)
-            points = [(r.tokens, r.validation_loss) for r in steps if r.validation_loss is not None]
+            for replica, steps in run.metrics.items():
+                losses = [r.loss for r in steps]
+                thin = {"color": line["color"], "alpha": 0.18, "linewidth": 0.8}
+                axes.plot(token_axis(run, replica), losses, **thin)
+            curve = mean_curve(run)
+            smoothed = smooth([point.loss for point in curve], window(len(curve)))
+            marker = "o" if len(curve) <= MARKED_POINTS else ""
+            x = [point.tokens for point in curve]
+            axes.plot(x, smoothed, label=label, marker=marker, **line)
+            pairs = zip(token_axis(run, 0), run.metrics[0], strict=True)
+            points = [(x, r.validation_loss) for x, r in pairs if r.validation_loss is not None]
             if points:
                 has_validation = True
                 axes.plot(
@@ -185,7 +160,7 @@ def draw_loss_by_tokens(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) -
         axes.set(xlabel="tokens seen by all replicas together", ylabel="loss (nats per token)")
         axes.xaxis.set_major_formatter(lambda value, _: tick(human_count(value)))
         axes.margins(x=0.02)
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper right", ncols=1 if len(runs) <= FEW_RUNS else 2)
         save(figure, path)
     caption = _loss_caption(runs, cut)
     if has_validation:
@@ -203,6 +178,11 @@ def _loss_caption(runs: Sequence[Run], cut: bool) -> str:
     vocabularies = {summary_of(run)["vocabulary"] for run in runs}
     if len(vocabularies) == 1 and (vocabulary := vocabularies.pop()):
         caption += f" A uniform guess over {vocabulary} tokens scores {math.log(vocabulary):.2f}."
+    if not all(keeps_step(run) for run in runs):
+        caption += (
+            " Where replicas make different numbers of steps, those between two rounds share "
+            "the tokens that all saw between them."
+        )
     if missing := _non_finite_losses(runs):
         caption += f" {counted(missing, 'loss')} not finite, left out of the curves."
     return caption
@@ -215,7 +195,7 @@ def draw_loss_by_bytes(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) ->
         return None
     sent = [summary_of(run)["replica_bytes"] for run in runs]
     title = "Sent per rank over the replica axis: " + _each(runs, [human_bytes(b) for b in sent])
-    if len(runs) > 4:
+    if len(runs) > FEW_RUNS:
         title = (
             f"Sent per rank over the replica axis by {len(runs)} runs: "
             f"{human_bytes(min(sent))} to {human_bytes(max(sent))}"
@@ -226,10 +206,10 @@ def draw_loss_by_bytes(runs: Sequence[Run], path: Path, theme: Theme = LIGHT) ->
         figure = new_figure(3.6, title, shared_conditions(runs), theme)
         axes = figure.subplots()
         for run, label, line in _lines(runs, theme):
-            steps, losses = _mean_losses(run)
-            smoothed = smooth(losses, window(len(losses)))
-            pairs = zip(steps, smoothed, strict=True)
-            drawn = [(r.replica_bytes, loss) for r, loss in pairs if r.replica_bytes > 0]
+            curve = mean_curve(run)
+            smoothed = smooth([point.loss for point in curve], window(len(curve)))
+            pairs = zip(curve, smoothed, strict=True)
+            drawn = [(p.replica_bytes, loss) for p, loss in pairs if p.replica_bytes > 0]
             x, y = zip(*drawn, strict=True)
             axes.plot(x, y, label=label, drawstyle="steps-post", **line)
             axes.plot(x[-1:], y[-1:], "o", color=line["color"], markersize=7)

@@ -6,15 +6,15 @@ control codes and escapes; figures are embedded. The content policy forbids all 
 
 import base64
 import html
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from core_torch.report.advice import suggestions
 from core_torch.report.figures import Drawn, shared_conditions
 from core_torch.report.page_style import STYLE
 from core_torch.report.records import Run
+from core_torch.report.repeats import HEADINGS as REPEATED_HEADINGS
+from core_torch.report.repeats import flatten, has_repeats, repeated_rows, repeats
 from core_torch.report.summary import summary_of
 from core_torch.report.table import HEADINGS, comparison_rows, run_labels
 from core_torch.report.text import counted, one_line, sanitise
@@ -28,10 +28,12 @@ BYTES_NOTE = """
 <p>“Sent per rank” is the payload that rank 0 handed to collectives over the replica axis from the
 first step to the end of the run: elements × bytes per element of each call, counted once, where
 the call is made. It includes gradients in synchronous steps, pseudo-gradients, and the small
-messages of norms in each round; it leaves out traffic inside a replica, over the shard axis.</p>
+messages of norms in each round; it leaves out traffic inside a replica, over the shard axis. Of an
+all-gather the result counts, so a compressed exchange counts the codes of all replicas.</p>
 <p>It does not depend on the algorithm of the network library. A ring all-reduce over N replicas,
 for one, moves 2&#8239;(N&#8239;−&#8239;1)&#8239;/&#8239;N times the payload over each link. Factors
-compare runs of equal mesh, model and number of tokens only. 1&nbsp;MB is 10<sup>6</sup> bytes.</p>
+compare bytes per token, between runs of equal mesh and model whose numbers of tokens differ by a
+tenth at most. 1&nbsp;MB is 10<sup>6</sup> bytes.</p>
 """
 
 READING_NOTE = """
@@ -39,6 +41,11 @@ READING_NOTE = """
 Validation perplexity: exp of the loss of the anchor on held-out text, a fixed number of sequences.
 Tokens/s: tokens of all replicas over the time of the slowest one. Anomalies: contributions of one
 replica to one unit in one round that were left out.</p>
+"""
+
+REPEATS_NOTE = """
+<p class="note">Runs that differ in their seeds only, mean ± standard deviation of the sample.
+Curves, rounds and sample text below are those of the first run of each.</p>
 """
 
 
@@ -61,17 +68,25 @@ def _figure(drawn: Drawn, dark: Path) -> str:
     )
 
 
-def _comparison(runs: Sequence[Run]) -> str:
-    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in HEADINGS)
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column names the rows."""
+    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in headings)
     body = ""
-    for row in comparison_rows(runs):
+    for row in rows:
         cells = "".join(
             f'<td data-label="{_text(heading)}">{_text(cell)}</td>'
-            for heading, cell in zip(HEADINGS[1:], row[1:], strict=True)
+            for heading, cell in zip(headings[1:], row[1:], strict=True)
         )
-        body += f'<tr><th scope="row">{_text(row.method)}</th>{cells}</tr>'
+        body += f'<tr><th scope="row">{_text(row[0])}</th>{cells}</tr>'
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll"><table class="comparison">{table}</table></div>{READING_NOTE}'
+    return f'<div class="scroll"><table class="comparison">{table}</table></div>'
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    repeated = ""
+    if has_repeats(runs):
+        repeated = _table(REPEATED_HEADINGS, repeated_rows(runs)) + REPEATS_NOTE
+    return repeated + _table(HEADINGS, comparison_rows(runs)) + READING_NOTE
 
 
 def _alerts(runs: Sequence[Run]) -> Iterator[str]:
@@ -104,26 +119,16 @@ def _samples(runs: Sequence[Run]) -> str:
     return f"<h2>Sample text</h2>{note}{''.join(parts)}" if parts else ""
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings by dotted path, values as TOML writes them."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = json.dumps(value, ensure_ascii=False, default=str)
-    return flat
-
-
 def _configuration(runs: Sequence[Run]) -> str:
-    """The settings in which runs differ, then every run's in full."""
-    labels = run_labels(runs)
-    flat = [flatten(run.config) for run in runs]
+    """The settings in which runs differ, seeds of repeats apart; then every run's in full."""
+    firsts = [group[0] for group in repeats(runs)]
+    flat = [flatten(run.config) for run in firsts]
     names = sorted({name for settings in flat for name in settings} - {"run"})
     differing = [name for name in names if len({settings.get(name) for settings in flat}) > 1]
     parts = ["<h2>Configuration</h2>"]
     if differing:
-        head = "".join(f'<th scope="col">{_text(text)}</th>' for text in ["setting", *labels])
+        names_of = ["setting", *run_labels(firsts)]
+        head = "".join(f'<th scope="col">{_text(text)}</th>' for text in names_of)
         rows = "".join(
             f'<tr><th scope="row"><code>{_text(name)}</code></th>'
             + "".join(f"<td>{_text(settings.get(name, '–'))}</td>" for settings in flat)
@@ -133,8 +138,9 @@ def _configuration(runs: Sequence[Run]) -> str:
         parts.append("<p>The runs differ in these settings only.</p>")
         parts.append(f'<div class="scroll"><table class="settings"><thead><tr>{head}</tr></thead>')
         parts.append(f"<tbody>{rows}</tbody></table></div>")
-    for run, label, settings in zip(runs, labels, flat, strict=True):
-        lines = _text("\n".join(f"{name} = {value}" for name, value in settings.items()))
+    for run, label in zip(runs, run_labels(runs), strict=True):
+        settings = flatten(run.config).items()
+        lines = _text("\n".join(f"{name} = {value}" for name, value in settings))
         title = f"All settings: {_text(label)}, <code>{_text(run.folder.name)}</code>"
         parts.append(f"<details><summary>{title}</summary><pre>{lines}</pre></details>")
     return "".join(parts)
@@ -181,9 +187,10 @@ def render_page(runs: Sequence[Run], figures: Sequence[tuple[Drawn, Path]]) -> s
     """
     labels = run_labels(runs)
     title = f"{labels[0]} on Twinshard" if len(runs) == 1 else "Twinshard: runs compared"
-    lead = shared_conditions(runs)
+    firsts = [group[0] for group in repeats(runs)]
+    lead = shared_conditions(firsts)
     if len(runs) > 1:
-        lead = f"{counted(len(runs), 'run')}: {', '.join(labels)}. {lead}"
+        lead = f"{counted(len(runs), 'run')}: {', '.join(run_labels(firsts))}. {lead}"
     methods = {str(summary_of(run)["method"]) for run in runs}
     missing = (
         ""
@@ -204,7 +211,7 @@ def render_page(runs: Sequence[Run], figures: Sequence[tuple[Drawn, Path]]) -> s
             _comparison(runs) + missing,
             "<h2>Figures</h2>" if figures else "",
             *(_figure(drawn, dark) for drawn, dark in figures),
-            _samples(runs),
+            _samples([group[0] for group in repeats(runs)]),
             _advice(runs),
             f"<h2>How bytes are counted</h2>{BYTES_NOTE}",
             _configuration(runs),

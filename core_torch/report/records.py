@@ -41,7 +41,10 @@ class Step(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One sync round of all units; a line of events.jsonl."""
+    """One sync round of some or all units; a line of events.jsonl.
+
+    Units may differ from one round to the next: Streaming DiLoCo exchanges a fragment at a time.
+    """
 
     round: int
     step: int
@@ -57,6 +60,9 @@ class Round(NamedTuple):
     combined_norm_U: list[float]
     clip_U: list[float]  # factor on the combined pseudo-gradient; below 1 it was clipped
     rollback_U: list[bool]
+    steps_N: list[int]  # inner steps of each replica since the last round that moved anything
+    empty: bool  # numbered, but too few steps for an exchange: nothing moved
+    gap_U: list[float]  # staleness gap; 1 where nothing is stale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +200,8 @@ _T = TypeVar("_T")
 
 
 def _parse_round(raw: dict[str, Any]) -> Round:
+    older: dict[str, Any] = {"steps": [], "empty": False, "gap": [1.0] * len(raw["units"])}
+    raw = older | raw  # runs of before there was A-EDiT lack these
     units = [str(unit) for unit in raw["units"]]
     replicas = len(raw["norm"][0]) if units else 0
 
@@ -225,6 +233,9 @@ def _parse_round(raw: dict[str, Any]) -> Round:
         combined_norm_U=row("combined_norm", float),
         clip_U=row("clip", float),
         rollback_U=row("rollback", bool),
+        steps_N=[int(count) for count in raw["steps"]],
+        empty=bool(raw["empty"]),
+        gap_U=row("gap", float),
     )
 
 

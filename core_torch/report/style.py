@@ -47,7 +47,11 @@ LIGHT = Theme(
         "synchronous": "#1c1f23",
         "post_local_sgd": "#009e73",
         "diloco": "#0072b2",
+        "streaming_diloco": "#56b4e9",
+        "co2": "#cc79a7",
+        "co2_star": "#6b4fa0",
         "edit": "#d55e00",
+        "aedit": "#b58900",
     },
     replicas=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#6b4fa0"),
     clipped=("#08457e", "#f1f4f8"),
@@ -62,7 +66,11 @@ DARK = Theme(
         "synchronous": "#e8eaed",
         "post_local_sgd": "#2fc49a",
         "diloco": "#56b4e9",
+        "streaming_diloco": "#a8dcff",
+        "co2": "#e59cc4",
+        "co2_star": "#c3a6ff",
         "edit": "#ff8c42",
+        "aedit": "#e6c229",
     },
     replicas=("#56b4e9", "#ff8c42", "#2fc49a", "#e59cc4", "#e6c229", "#7f9cf5", "#c3a6ff"),
     clipped=("#8fd0ff", "#1e2328"),
@@ -111,6 +119,8 @@ def _settings(theme: Theme) -> Any:
         "legend.frameon": False,
         "lines.linewidth": 2.0,
         "lines.solid_capstyle": "round",
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "twinshard",  # names inside a file depend on nothing else
         "text.parse_math": False,  # names from files are never formulas
     }
 
@@ -151,5 +161,6 @@ def label_decades(axis: "Axis", ratio: float) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Writes a PNG without a trace of time or tool, so equal runs give equal files."""
-    figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+    """Writes a PNG or SVG without a trace of time or tool, so equal runs give equal files."""
+    unknown = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    figure.savefig(path, dpi=DOTS_PER_INCH, metadata=unknown)

@@ -10,17 +10,29 @@ from core_torch.report.records import Round, Run, Step
 class RoundFacts(NamedTuple):
     """Counts over all rounds of a run; a decision is one unit in one round."""
 
-    rounds: int
+    rounds: int  # with an exchange
+    empty: int  # numbered rounds without one, because too few steps had been made (A-EDiT)
     decisions: int
-    anomalies: int  # (unit, replica) pairs left out
+    anomalies: int  # (unit, replica) pairs left out; a replica that made no step is none
     non_finite: int  # those of them that were left out as NaN, infinite or too large
     rollbacks: int  # decisions that kept the anchor
     clipped: int  # decisions whose combined pseudo-gradient was clipped
     effective_replicas: float  # mean over the decisions that moved; nan if none did
 
 
+def anomalies_of(event: Round) -> list[list[int]]:
+    """For each unit the replicas that a round left out, without those that had made no step."""
+    absent = {n for n, steps in enumerate(event.steps_N) if steps == 0}
+    return [
+        [n for n, left_out in enumerate(row) if left_out and n not in absent]
+        for row in event.anomalous_UN
+    ]
+
+
 def round_facts(events: Sequence[Round]) -> RoundFacts:
     """Counts what the rounds decided."""
+    empty = sum(event.empty for event in events)
+    events = [event for event in events if not event.empty]
     moved = [
         effective
         for event in events
@@ -29,13 +41,29 @@ def round_facts(events: Sequence[Round]) -> RoundFacts:
     ]
     return RoundFacts(
         rounds=len(events),
+        empty=empty,
         decisions=sum(len(event.units) for event in events),
-        anomalies=sum(sum(row) for event in events for row in event.anomalous_UN),
+        anomalies=sum(len(row) for event in events for row in anomalies_of(event)),
         non_finite=sum(row.count(False) for event in events for row in event.finite_UN),
         rollbacks=sum(sum(event.rollback_U) for event in events),
         clipped=sum(beta < 1 for event in events for beta in event.clip_U),
         effective_replicas=sum(moved) / len(moved) if moved else math.nan,
     )
+
+
+def tokens_seen(metrics: Mapping[int, Sequence[Step]]) -> int:
+    """Tokens of all replicas up to the end of the records.
+
+    A record's own count is exact while replicas keep step. Where they do not (A-EDiT) it is one
+    replica's estimate between rounds, so the steps that each has made are counted instead.
+    """
+    ends = [steps[-1] for steps in metrics.values() if steps]
+    if not ends:
+        return 0
+    if len({record.step for record in ends}) == 1:
+        return ends[0].tokens
+    first = next(steps[0] for steps in metrics.values() if steps)
+    return sum(record.step for record in ends) * (first.tokens // first.step) // len(ends)
 
 
 def mean_final_loss(metrics: Mapping[int, Sequence[Step]]) -> float | None:
@@ -88,7 +116,7 @@ def summarise(
     if replica_bytes is None and last is not None:
         replica_bytes = last.replica_bytes
     facts = round_facts(events)
-    tokens = last.tokens if last else 0
+    tokens = tokens_seen(metrics)
     return {
         "method": method,
         "loss": mean_final_loss(metrics),

@@ -11,6 +11,8 @@ from core_torch.report.records import Run
 from core_torch.report.summary import summary_of
 from core_torch.report.text import MISSING, fixed, human_bytes, method_title, one_line
 
+NEAR = 1.1  # runs that end at a round may see a little more than was planned
+
 
 class Row(NamedTuple):
     """One run, formatted; the order of the columns."""
@@ -47,20 +49,23 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _comparable(summary: dict[str, Any]) -> tuple[Any, ...]:
-    """Bytes compare only between runs of equal mesh, model and length."""
-    return tuple(summary[name] for name in ("replicas", "shards", "parameters", "tokens"))
+def _comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Bytes per token compare between runs of equal mesh and model and about equal length."""
+    names = ("replicas", "shards", "parameters")
+    few, many = sorted((one["tokens"], other["tokens"]))
+    return [one[n] for n in names] == [other[n] for n in names] and many <= NEAR * few
 
 
 def byte_factor(summary: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> str:
-    """Bytes over the replica axis against the synchronous run of the same mesh, model, length."""
+    """Bytes per token over the replica axis against a synchronous run that compares."""
     sent = summary["replica_bytes"]
     if summary["method"] == "synchronous":
         return "baseline"
     for other in summaries:
-        same = _comparable(other) == _comparable(summary)
-        if other["method"] == "synchronous" and same and other["replica_bytes"] and sent:
-            ratio = other["replica_bytes"] / sent
+        if other["method"] != "synchronous" or not _comparable(other, summary):
+            continue
+        if other["replica_bytes"] and sent:
+            ratio = other["replica_bytes"] / sent * (summary["tokens"] / other["tokens"])
             factor, word = (ratio, "less") if ratio >= 1 else (1 / ratio, "more")
             return f"{factor:.{0 if factor >= 99.5 else 1}f}× {word}"
     return MISSING
@@ -84,11 +89,10 @@ def comparison_rows(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def comparison_table(runs: Sequence[Run]) -> Table:
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table for the terminal. Cells are plain text: nothing in them is taken for markup."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
-    rows = comparison_rows(runs)
-    for column, heading in enumerate(HEADINGS):
+    for column, heading in enumerate(headings):
         # Headings break between words only; with short cells all fits into 80 characters.
         words = [*heading.split(), *(row[column] for row in rows)]
         justify: Literal["left", "right"] = "right" if column else "left"
@@ -96,3 +100,8 @@ def comparison_table(runs: Sequence[Run]) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def comparison_table(runs: Sequence[Run]) -> Table:
+    """``comparison_rows`` for the terminal."""
+    return text_table(HEADINGS, comparison_rows(runs))

@@ -15,7 +15,11 @@ METHOD_TITLES = {
     "synchronous": "synchronous",
     "post_local_sgd": "Post Local SGD",
     "diloco": "DiLoCo",
+    "streaming_diloco": "Streaming DiLoCo",
+    "co2": "CO2",
+    "co2_star": "CO2*",
     "edit": "EDiT",
+    "aedit": "A-EDiT",
 }
 
 # Bodies of string sequences stop at the next escape, so the scan stays linear in the text.

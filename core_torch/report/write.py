@@ -9,6 +9,7 @@ from core_torch.errors import DataError
 from core_torch.report.figures import Drawn, draw_loss_by_bytes, draw_loss_by_tokens
 from core_torch.report.html import render_page
 from core_torch.report.records import Run, load_run, write_json
+from core_torch.report.repeats import draw_spread, has_repeats, repeats
 from core_torch.report.round_figures import draw_rounds
 from core_torch.report.style import DARK, LIGHT, Theme
 from core_torch.report.summary import summary_of
@@ -18,8 +19,15 @@ Draw = Callable[[Path, Theme], Drawn | None]
 
 
 def _drawings(runs: Sequence[Run]) -> dict[str, Draw]:
-    """Every figure of a report by file name; a drawing may turn out to have nothing to show."""
+    """Every figure of a report by file name; a drawing may turn out to have nothing to show.
+
+    Of repeats with other seeds only the first is drawn in curves and rounds.
+    """
     found: dict[str, Draw] = {}
+    if has_repeats(runs):
+        everything = runs
+        found["seeds.png"] = lambda path, theme: draw_spread(everything, path, theme)
+        runs = [group[0] for group in repeats(runs)]
     if any(run.metrics.get(0) for run in runs):
         found["loss-by-tokens.png"] = lambda path, theme: draw_loss_by_tokens(runs, path, theme)
         found["loss-by-bytes.png"] = lambda path, theme: draw_loss_by_bytes(runs, path, theme)

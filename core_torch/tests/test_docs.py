@@ -31,13 +31,15 @@ PAGE_OF = {
     "O": "algorithms/diloco",
     "P": "algorithms/edit",
     "R": "algorithms/edit",
+    "Q": "algorithms/wire",
     "G": "sharding/simple_fsdp",
 }
-WITH_EQUATIONS = [DOCS / f"{name}.md" for name in sorted(set(PAGE_OF.values()))]
+ELSEWHERE = {"O4": "algorithms/co2", "O5": "algorithms/co2", "O6": "algorithms/streaming"}
+WITH_EQUATIONS = [DOCS / f"{name}.md" for name in sorted({*PAGE_OF.values(), *ELSEWHERE.values()})]
 SET_UP = ["pip install . && twinshard demo", "pip install '.[dev]' && pytest"]
 PLANNED_COMMANDS = {"parity"}  # pages may name them, in running text only
 
-NUMBER = r"[AGOPRS]\d"
+NUMBER = r"[AGOPQRS]\d"
 CITATION = re.compile(rf"\(({NUMBER})\)\.\.\(({NUMBER})\)|\(({NUMBER}(?:(?:\.\.|, ){NUMBER})*)\)")
 HEADER = re.compile(rf"[Ee]quations\s+(\({NUMBER}\)\.\.\({NUMBER}\)) in (docs/\w+/\w+\.md)")
 NODE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`")
@@ -99,7 +101,9 @@ def names_in(path: Path) -> set[str]:
 
 def check_words(words: list[str]) -> None:
     """Parses the words after ``twinshard`` as the command would; makes files that it reads."""
-    name, *args = words
+    size = 2 if " ".join(words[:2]) in COMMANDS else 1
+    name, args = " ".join(words[:size]), words[size:]
+    assert name in COMMANDS, name
     for file in (Path(word) for word in args if word.endswith(".toml")):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -128,7 +132,7 @@ def test_each_equation_is_written_out_once_on_the_page_of_its_letter() -> None:
         numbers = defined(page)
         assert len(numbers) == len(set(numbers)), f"{page.name} defines a number twice"
         name = str(page.relative_to(DOCS).with_suffix(""))
-        assert {PAGE_OF[n[0]] for n in numbers} <= {name}
+        assert {ELSEWHERE.get(n, PAGE_OF[n[0]]) for n in numbers} <= {name}
 
 
 @pytest.mark.parametrize("package", ["core_torch", "reference_jax"])
@@ -186,6 +190,8 @@ def test_every_command_line_parses(
         program, *words = shlex.split(line)
         if program == "twinshard":
             check_words(words)
+        elif program == "torchrun" and "core_torch" not in words:
+            assert [w for w in words if w.endswith(".py") and (ROOT / w).is_file()], line
         elif program == "torchrun":
             ours = words.index("core_torch")
             assert words[ours - 2 : ours] == ["-m", "--"], "torchrun would read our options"
@@ -196,7 +202,6 @@ def test_every_command_line_parses(
             assert program in ("pip", "python"), f"what is {line!r}?"
     for words in map(shlex.split, re.findall(r"`twinshard ([^`\n]+)`", text_of(page))):
         if words[0] not in PLANNED_COMMANDS:
-            assert words[0] in COMMANDS, words
             check_words(words)
 
 
@@ -211,10 +216,16 @@ def test_the_table_of_built_methods_is_that_of_the_code() -> None:
     assert tuple(re.findall(r"^\| \[(\w+)\]", built, re.M)) == METHODS
 
 
-def test_defaults_on_the_page_of_edit_are_those_of_the_configuration() -> None:
-    page = text_of(DOCS / "algorithms" / "edit.md")
-    rows = re.findall(r"^\| `(sync\.[\w.]+)` \| ([^ ,|]+)", page, re.M)
-    assert len(rows) == 9
+@pytest.mark.parametrize(
+    ("page", "count"),
+    [("edit", 10), ("streaming", 3), ("co2", 2), ("aedit", 2)],
+)
+def test_defaults_on_the_page_of_a_method_are_those_of_the_configuration(
+    page: str, count: int
+) -> None:
+    text = text_of(DOCS / "algorithms" / f"{page}.md")
+    rows = re.findall(r"^\| `(sync\.[\w.]+)` \| ([^ ,|]+)", text, re.M)
+    assert len(rows) == count
     config = RunConfig()
     for path, shown in rows:
         value: object = config
@@ -223,22 +234,52 @@ def test_defaults_on_the_page_of_edit_are_those_of_the_configuration() -> None:
         assert from_text(kinds(config)[path], shown) == value, path
 
 
-def test_the_loop_on_the_page_of_simple_fsdp_runs_as_it_stands() -> None:
-    """On one rank; under the compiler, which takes seconds."""
-    [loop] = blocks(DOCS / "sharding" / "simple_fsdp.md", "python")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+def alone(loop: str) -> list[str]:
+    """Lines that a page's Python prints on one rank."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-c", loop],
         cwd=ROOT,
-        env=os.environ | alone | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | one | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split(" ")[0] for line in lines] == ["forward", "backward"]
+    return done.stdout.splitlines()
+
+
+def test_the_loop_on_the_page_of_the_library_runs_as_it_stands() -> None:
+    [loop] = blocks(DOCS / "library.md", "python")
+    assert alone(loop) == [
+        "step 9: round 1 of step 8, left out 0",
+        "step 13: round 2 of step 12, left out 0",
+        "end: round 3 of step 14, forced True",
+    ]
+
+
+def test_the_example_of_a_bad_replica_runs(tmp_path: Path) -> None:
+    """Two steps of each of its three runs, on three ranks."""
+    script = str(DOCS / "examples" / "bad_replica.py")
+    words = ["--standalone", "--nproc-per-node", "3", script, "--steps", "2", "--fault", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "--out", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert lines == ["clean", "penalty", "no_penalty"]
+
+
+def test_the_loop_on_the_page_of_simple_fsdp_runs_as_it_stands() -> None:
+    """Under the compiler, which takes seconds."""
+    [loop] = blocks(DOCS / "sharding" / "simple_fsdp.md", "python")
+    assert [line.split(" ")[0] for line in alone(loop)] == ["forward", "backward"]
 
 
 def test_options_on_the_page_of_simple_fsdp_are_those_of_the_compiler() -> None:

@@ -32,6 +32,8 @@ from core_torch.data.token_file import TokenFile
 from core_torch.data.tokenizer import ByteTokenizer
 from core_torch.errors import TwinshardError
 from core_torch.shard.access import local_shard
+from core_torch.sync.saved import own_tensors
+from core_torch.sync.trigger import Clock
 from core_torch.train import TrainState, build, evaluate, finish, train
 from parity_tests.cases.part_mesh import mesh_over
 from parity_tests.harness.torch_bridge import Shard, shard_of, shards_of, to_numpy
@@ -115,12 +117,15 @@ class StepClock:
 
 
 def begin(
-    changes: Changes, identities: Sequence[int] | None = None, step_ns: Sequence[int] = ()
+    changes: Changes,
+    identities: Sequence[int] | None = None,
+    step_ns: Sequence[int] = (),
+    clock: Clock | None = None,
 ) -> TrainState | None:
     """``TINY`` with ``changes``, built on its mesh; None on a rank outside it.
 
     The ledger starts empty and writes a trace. ``step_ns`` is what a step of each replica takes
-    on a virtual clock; by default time stands still.
+    on a virtual clock; by default time stands still. ``clock`` is another one.
     """
     config = configured(TINY, changes)
     mesh = mesh_over(config.mesh.replicas, config.mesh.shards)
@@ -129,10 +134,10 @@ def begin(
     mesh.ledger.bytes.clear()
     mesh.ledger.calls.clear()
     mesh.ledger.trace = []
-    clock = StepClock(step_ns[mesh.replica.index] if step_ns else 0)
+    virtual = StepClock(step_ns[mesh.replica.index] if step_ns else 0)
     corpus = corpus_for(config, identities or range(config.mesh.replicas))
-    clock.state = build(config, mesh, corpus, clock=clock)
-    return clock.state
+    virtual.state = build(config, mesh, corpus, clock=clock or virtual)
+    return virtual.state
 
 
 def run(
@@ -224,19 +229,18 @@ def snapshot(state: TrainState) -> dict[str, Any]:
     outer = None if state.sync is None else state.sync.state
     if state.sync is not None and outer is not None:
         with unseen(state.mesh.ledger):
-            held = [outer.store.get(u) for u in range(len(state.sync.units))]
-            for u in range(len(held)):
+            outer_states = [outer.store.get(u) for u in range(len(state.sync.units))]
+            for u in range(len(outer_states)):
                 outer.store.release(u)
         for key in ("anchor", "velocity"):
             seen[key] = {
                 name: like(theta[name], x)
-                for unit, of_unit in zip(state.sync.units, held, strict=True)
+                for unit, of_unit in zip(state.sync.units, outer_states, strict=True)
                 for name, x in zip(unit.names, getattr(of_unit, key), strict=True)
             }
         seen["residual"] = {
-            f"{unit.name}": to_numpy(left)
-            for unit, left in zip(state.sync.units, outer.residuals, strict=True)
-            if left is not None
+            name.partition("/")[2]: like(theta[name.partition("/")[2]], held.local)
+            for name, held in own_tensors(state.sync).items()
         }
         seen["stats"] = {key: to_numpy(x) for key, x in outer.stats._asdict().items()}
         seen["rounds"] = outer.rounds

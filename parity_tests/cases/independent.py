@@ -79,6 +79,118 @@ def diloco_with_torch_sgd(
     return history
 
 
+def co2_in_numpy(
+    changes: Changes, every: int, warmup: int, lr: float, momentum: float, clip: float
+) -> list[Any]:
+    """CO2: each meeting uses what the one before it has sent; the last uses its own as well."""
+    state = begin(changes)
+    assert state is not None and state.sync is None
+    history, sent = [snapshot(state)], None
+    anchors: list[np.ndarray] = []
+    while state.step < state.config.train.steps:
+        due = step_by_hand(state, every, warmup)
+        if state.step == warmup:
+            anchors = [to_numpy(p) for p in state.model.parameters()]
+            velocities = [np.zeros_like(a) for a in anchors]
+        if due:
+            means, moved = means_and_progress(state, anchors)
+            if sent is not None:
+                use_late(state, anchors, velocities, sent, moved, (lr, momentum, clip))
+            write(state, anchors)
+            sent = means
+        history.append(snapshot(state))
+    assert due and sent is not None, "let the run end with a meeting"
+    use_late(state, anchors, velocities, sent, moved, (lr, momentum, clip))
+    write(state, anchors)
+    return [*history, snapshot(state)]
+
+
+def means_and_progress(
+    state: TrainState, anchors: list[np.ndarray]
+) -> tuple[list[np.ndarray], float]:
+    """Mean pseudo-gradients over the replicas, and the mean of their norms."""
+    everyone = [
+        np.stack([anchor - to_numpy(x) for x in of_all_replicas(state, p)])
+        for anchor, p in zip(anchors, state.model.parameters(), strict=True)
+    ]
+    norms = [norm_over_shards(state, [d[n] for d in everyone]) for n in range(len(everyone[0]))]
+    return [d.mean(axis=0) for d in everyone], float(np.mean(norms))
+
+
+def norm_over_shards(state: TrainState, parts: list[np.ndarray]) -> float:
+    """L2 norm of what the ranks of this replica hold together."""
+    square = torch.tensor([sum(float((x * x).sum()) for x in parts)], dtype=torch.float64)
+    dist.all_reduce(square, group=state.mesh.round_shard.group)
+    return float(square) ** 0.5
+
+
+def use_late(
+    state: TrainState,
+    anchors: list[np.ndarray],
+    velocities: list[np.ndarray],
+    sent: list[np.ndarray],
+    moved: float,
+    numbers: tuple[float, float, float],
+) -> None:
+    """Heavy-ball momentum on a stale mean, clipped by element; in place."""
+    lr, momentum, clip = numbers
+    gap = 1 + norm_over_shards(state, velocities) / (moved + 1e-6)
+    for anchor, velocity, mean in zip(anchors, velocities, sent, strict=True):
+        velocity[...] = np.clip(momentum * velocity + mean / gap, -clip, clip)
+        anchor -= lr * velocity
+
+
+def streaming_in_numpy(
+    changes: Changes, every: int, warmup: int, delay: int, mix: float, outer: tuple[float, float]
+) -> list[Any]:
+    """Streaming DiLoCo with two fragments: the embedding and block 1; block 0 and the head."""
+    state = begin(changes)
+    assert state is not None and state.sync is None
+    history, flights = [snapshot(state)], dict[int, tuple[int, dict[str, np.ndarray]]]()
+    params = dict(state.model.named_parameters())
+    second = ("layers.0.", "norm.", "output.")
+    anchors: dict[str, np.ndarray] = {}
+    while state.step < state.config.train.steps:
+        step_by_hand(state, every, warmup)
+        if state.step == warmup:
+            anchors = {name: to_numpy(p) for name, p in params.items()}
+            velocities = {name: np.zeros_like(a) for name, a in anchors.items()}
+        if state.step in flights:
+            for name, mean in flights.pop(state.step)[1].items():
+                nesterov(anchors[name], velocities[name], mean, *outer)
+                mixed = mix * to_numpy(params[name]) + (1 - mix) * anchors[name]
+                local_shard(params[name]).copy_(torch.from_numpy(mixed))
+        for p in range(2):
+            since = state.step - warmup - p * every // 2
+            if state.step > warmup and since % every == 0:
+                mine = [name for name in params if name.startswith(second) == bool(p)]
+                means = {name: mean_progress(state, anchors[name], params[name]) for name in mine}
+                flights[state.step + delay] = (p, means)
+        history.append(snapshot(state))
+    return history
+
+
+def mean_progress(state: TrainState, anchor: np.ndarray, p: Tensor) -> np.ndarray:
+    """Mean over the replicas of anchor - local."""
+    everyone = [anchor - to_numpy(x) for x in of_all_replicas(state, p)]
+    return np.stack(everyone).mean(axis=0)
+
+
+def nesterov(
+    anchor: np.ndarray, velocity: np.ndarray, mean: np.ndarray, lr: float, momentum: float
+) -> None:
+    """In place, as Sutskever et al. write it for a gradient."""
+    velocity *= momentum
+    velocity += mean
+    anchor -= lr * (mean + momentum * velocity)
+
+
+def write(state: TrainState, values: list[np.ndarray]) -> None:
+    """Puts this rank's rows of every parameter in place."""
+    for value, p in zip(values, state.model.parameters(), strict=True):
+        local_shard(p).copy_(torch.from_numpy(value))
+
+
 def step_by_hand(state: TrainState, every: int, warmup: int) -> bool:
     """One inner step; True if replicas have to meet after it."""
     inner_step(state, synchronous=state.step < warmup)

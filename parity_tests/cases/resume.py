@@ -1,5 +1,6 @@
 """Runs that are saved, forgotten, built anew and continued. Imports no jax."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ from core_torch.train import TrainState, train
 from parity_tests.cases.equalities import Account, Changes, account_of, begin, snapshot
 
 
-def interrupted(changes: Changes, folder: str, stop: int) -> Account | None:
-    """Trains to step ``stop``, commits, and lets a newly built run go on from the commit."""
-    state = begin(changes)
+def interrupted(
+    changes: Changes, folder: str, stop: int, step_ns: Sequence[int] = ()
+) -> Account | None:
+    """Trains to step ``stop``, commits, and lets a newly built run go on from the commit.
+
+    By the clock replica 0 asks for a commit at ``stop``, and all make it when they have agreed.
+    """
+    state = begin(changes, step_ns=step_ns)
     if state is None:
         return None
     commit_at(state, Path(folder), stop)
-    return account_of(resumed(changes, folder))
+    return account_of(resumed(changes, folder, step_ns))
 
 
 def commit_only(changes: Changes, folder: str, stop: int) -> Account | None:
@@ -40,8 +46,8 @@ def load_only(changes: Changes, folder: str) -> Account | None:
 
 def commit_at(state: TrainState, folder: Path, stop: int) -> None:
     """Takes the inner steps up to ``stop`` and saves; nothing of ``train`` outlives it."""
-    steps = train(state)
-    while state.step < stop:
+    steps, timed = train(state), state.sync is not None and state.sync.is_timed
+    while not (has_agreed(state, stop) if timed else state.step >= stop):
         next(steps)
     device = state.mesh.device
 
@@ -51,7 +57,7 @@ def commit_at(state: TrainState, folder: Path, stop: int) -> None:
     save(
         folder,
         saved_state(state),
-        step=state.step,
+        step=state.common_step,
         mesh_layout=layout_of(state.mesh),
         barrier=dist.barrier,
         gather=gather,
@@ -60,9 +66,18 @@ def commit_at(state: TrainState, folder: Path, stop: int) -> None:
     )
 
 
-def resumed(changes: Changes, folder: str) -> TrainState:
+def has_agreed(state: TrainState, stop: int) -> bool:
+    """Asks for a commit at step ``stop`` of replica 0; True once all have agreed to make it."""
+    assert state.sync is not None
+    votes = state.sync.votes
+    votes.wants_checkpoint |= state.mesh.replica.index == 0 and state.step == stop
+    agreed, votes.checkpoint_agreed = votes.checkpoint_agreed, False
+    return agreed
+
+
+def resumed(changes: Changes, folder: str, step_ns: Sequence[int] = ()) -> TrainState:
     """A run built from nothing but its configuration, its data and the newest commit."""
-    state = begin(changes)
+    state = begin(changes, step_ns=step_ns)
     assert state is not None
     restore(state, read(Path(folder), layout=layout_of(state.mesh)))
     return state

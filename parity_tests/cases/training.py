@@ -32,6 +32,7 @@ from parity_tests.cases.equalities import (
     Account,
     Changes,
     Fault,
+    StepClock,
     configured,
     inject,
     like,
@@ -43,7 +44,9 @@ from parity_tests.harness.torch_bridge import load_parameters, shards_of, to_num
 Whole = dict[str, np.ndarray]
 
 
-def begin(changes: Changes, tokens: np.ndarray, params: Whole) -> TrainState | None:
+def begin(
+    changes: Changes, tokens: np.ndarray, params: Whole, step_ns: Sequence[int] = ()
+) -> TrainState | None:
     """A run before its first step, with these weights; None on a rank outside the mesh."""
     config: RunConfig = configured(RunConfig(), changes)
     mesh = mesh_over(config.mesh.replicas, config.mesh.shards)
@@ -52,9 +55,11 @@ def begin(changes: Changes, tokens: np.ndarray, params: Whole) -> TrainState | N
     mesh.ledger.trace = []
     mesh.ledger.reset()
     file = TokenFile(Path(), config.model.vocabulary, tokens)
-    state = core_train.build(config, mesh, Corpus(file, file, ByteTokenizer()))
-    load_parameters(state.model, params)
-    return state
+    clock = StepClock(step_ns[mesh.replica.index] if step_ns else 0)
+    corpus = Corpus(file, file, ByteTokenizer())
+    clock.state = core_train.build(config, mesh, corpus, clock=clock)
+    load_parameters(clock.state.model, params)
+    return clock.state
 
 
 def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | None:
@@ -91,7 +96,11 @@ def gradients_of(state: TrainState) -> dict[str, Any]:
 
 
 def run(
-    changes: Changes, tokens: np.ndarray, params: Whole, faults: Sequence[Fault] = ()
+    changes: Changes,
+    tokens: np.ndarray,
+    params: Whole,
+    faults: Sequence[Fault] = (),
+    step_ns: Sequence[int] = (),
 ) -> Account | None:
     """Trains to the end, finishes, and tells of every step; None on a rank outside the mesh.
 
@@ -102,7 +111,7 @@ def run(
         and ``events``; the name of the ``error`` that ended the run; the ``trace`` of
         collectives.
     """
-    state = begin(changes, tokens, params)
+    state = begin(changes, tokens, params, step_ns)
     if state is None:
         return None
     told: Account = {"records": [], "events": [], "states": [snapshot(state)], "error": None}

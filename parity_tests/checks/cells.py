@@ -9,6 +9,7 @@ So it does for ``SIMPLE``, six cells under SimpleFSDP whose runs are among those
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -73,12 +74,15 @@ class Cell:
     every: int = 4
     compute: str = "same"
     penalty: Settings = PENALTY
+    sync: Settings = ()  # of the method: the fields of SyncConfig
+    step_ns: tuple[int, ...] = ()  # by the clock: what a step of each replica takes
     faults: tuple[Fault, ...] = ()
     sharding: Sharding = "fsdp2"  # of the core; the reference needs no more than shards
 
     def __str__(self) -> str:
         mesh = f"{self.replicas}x{self.shards}"
         how = "" if self.sharding == "fsdp2" else f"-{self.sharding}"
+        how += "".join(f"-{x}" for name, x in self.sync if name in ("wire", "layerwise"))
         return f"{self.method}-{mesh}-{self.dtype}-{self.model}{how}"
 
     @property
@@ -153,6 +157,34 @@ SIMPLE = [
 ]
 
 
+SECOND = 10**9
+_two, _four = (
+    partial(Cell, replicas=n, shards=m, dtype="float64", model="tiny", steps=13)
+    for n, m in ((2, 2), (4, 1))
+)
+_late: Settings = (("streaming", (("fragments", 2), ("delay", 3), ("mix", 0.25))),)
+_timed: Settings = (("timed", (("min_total_steps", 1),)),)
+_rho: Settings = (("timed", (("min_total_steps", 9), ("step_weight", 0.5))),)
+# Methods whose exchanges are used late, go by the clock, or are coded. Streams of int8 are cut
+# into blocks by shard, and the reference has one.
+ROWS_OF_METHODS = [
+    _two(method="streaming_diloco"),
+    _four(method="streaming_diloco", sync=_late),
+    _two(method="co2", every=3),
+    _four(method="co2", sync=(("co2", (("clip", 0.001),)),)),
+    _two(method="co2_star", every=3),
+    _four(method="co2_star", sync=(("co2", (("staleness", False),)), ("wire", "int8"))),
+    _two(method="edit", sync=(("wire", "bf16"),)),
+    _four(method="diloco", sync=(("wire", "int8"),)),
+    _two(method="aedit", sync=_timed, step_ns=(SECOND, 2 * SECOND)),
+    _four(method="aedit", sync=_rho, step_ns=(SECOND, 2 * SECOND, 3 * SECOND, 9 * SECOND)),
+]
+LAYERWISE = [
+    _two(method="edit", every=3, sync=(("layerwise", True),)),
+    _four(method="edit", every=3, sync=(("layerwise", True),)),
+]
+
+
 def every_cell() -> list[Cell]:
     """The full product."""
     return [
@@ -173,11 +205,14 @@ def every_simple_cell() -> list[Cell]:
 
 def core_changes(cell: Cell) -> dict[str, Any]:
     """The cell as changes to the core's default configuration; plain data."""
-    is_edit, is_local = cell.method == "edit", cell.method != "synchronous"
+    is_edit, is_local = cell.method in ("edit", "aedit"), cell.method != "synchronous"
     sync: dict[str, Any] = {"method": cell.method, "every": cell.every}
     sync["warmup"] = cell.warmup if is_local else 0
+    if cell.method == "aedit":
+        sync["every"] = f"{cell.every}s"
     if is_edit:
         sync |= {"penalty": dict(cell.penalty), "layerwise": False}  # E5 ties the two schedules
+    sync |= {k: dict(v) if isinstance(v, tuple) else v for k, v in cell.sync}
     train = {"steps": cell.steps, "dtype": cell.dtype, "compute": cell.compute}
     return {
         "model": MODELS[cell.model] | {"layers": cell.layers, "context": SEQUENCE},

@@ -30,22 +30,31 @@ class CoreRun:
         self.events: list[dict[str, Any]] = first["events"]
         for rank in self.ranks:
             assert rank["error"] == self.error, "ranks end for different reasons"
-            assert same(rank["events"], self.events), "ranks tell of different rounds"
+            assert same(self.told(rank), self.told(first)), "ranks tell of different rounds"
         self.steps = len(first["states"]) - 1  # completed
+
+    def told(self, rank: Any) -> list[dict[str, Any]]:
+        """Rounds without what each replica has for itself: by the clock, its own step."""
+        own = {"step"} if self.cell.step_ns else set()
+        return [{k: v for k, v in event.items() if k not in own} for event in rank["events"]]
 
     @property
     def leads(self) -> list[Any]:
         """The first rank of each replica."""
         return self.ranks[:: self.cell.shards]
 
-    def parts(self, kind: str, index: int, *keys: str) -> list[Shards]:
-        """Each rank's rows of something: ``parts("states", 3, "exp_avg")``."""
-        found = [rank[kind][index] for rank in self.ranks]
+    def parts(self, kind: str, index: int | Sequence[int], *keys: str) -> list[Shards]:
+        """Each rank's rows of something: ``parts("states", 3, "exp_avg")``.
+
+        By the clock each replica has an index of its own.
+        """
+        index_R = [index] * self.cell.replicas if isinstance(index, int) else index
+        found = [rank[kind][index_R[i // self.cell.shards]] for i, rank in enumerate(self.ranks)]
         for key in keys:
             found = [x[key] for x in found]
         return found
 
-    def whole(self, kind: str, index: int, *keys: str) -> Host:
+    def whole(self, kind: str, index: int | Sequence[int], *keys: str) -> Host:
         """The same as [R, ...] arrays."""
         return stack(assemble(self.parts(kind, index, *keys), replicas=self.cell.replicas))
 
@@ -58,7 +67,7 @@ class CoreRun:
         rounds = [k for k, event in enumerate(self.events) if event["step"] == t]
         return ("inner", rounds[0]) if rounds else ("states", t)
 
-    def agreed(self, kind: str, index: int, *keys: str) -> Host:
+    def agreed(self, kind: str, index: int | Sequence[int], *keys: str) -> Host:
         """Anchor, velocity or D; all replicas must hold the same bits."""
         whole_R = self.whole(kind, index, *keys)
         for name, x_R in whole_R.items():
@@ -92,4 +101,5 @@ def arguments(cell: Cell) -> tuple[dict[str, Any], np.ndarray, Host]:
 
 def launch(pool: RankPool, cell: Cell) -> CoreRun:
     """Runs the cell on the ranks."""
-    return CoreRun(cell, pool.run(training.run, *arguments(cell), list(cell.faults)))
+    run = pool.run(training.run, *arguments(cell), list(cell.faults), list(cell.step_ns))
+    return CoreRun(cell, run)

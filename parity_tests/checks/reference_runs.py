@@ -19,12 +19,15 @@ from parity_tests.checks import cells
 from parity_tests.checks.cells import Cell, Fault
 from reference_jax import ddp, fsdp
 from reference_jax import train as reference_train
+from reference_jax.aedit import Timed
+from reference_jax.co2 import Co2
 from reference_jax.data import batch_of_all
 from reference_jax.edit import Penalty
 from reference_jax.fsdp import Inner, StepReport, TrainState, place, to_host
 from reference_jax.local_sgd import NonFinite, SyncState
 from reference_jax.mesh import EVERYWHERE, ONE_EACH, PER_REPLICA, make_mesh, put
 from reference_jax.model import Arrays, LlamaConfig, forward, shapes
+from reference_jax.streaming import Streaming
 from reference_jax.sync.penalty import NormStats
 from reference_jax.train import Host, Record, Run, TrainConfig, event_of, run_round, units_of
 
@@ -81,8 +84,20 @@ def config_of(cell: Cell) -> TrainConfig:
         lr=lr,
         warmup_tokens=3 * cell.tokens_per_step,
         penalty=Penalty(**dict(cell.penalty)),
+        **settings_of(cell),
         **cells.SCHEDULE,  # type: ignore[arg-type]
     )
+
+
+def settings_of(cell: Cell) -> dict[str, Any]:
+    """What the cell says of its method, in the words of the reference."""
+    given = dict(cell.sync)
+    found: dict[str, Any] = {"wire": given.get("wire", "fp32")}
+    found["streaming"] = Streaming(**dict(given.get("streaming", ())))
+    found["co2"] = Co2(**dict(given.get("co2", ())))
+    interval: dict[str, Any] = {"interval_ns": cell.every * cells.SECOND, "step_ns": cell.step_ns}
+    found["timed"] = Timed(**interval, **dict(given.get("timed", ())))
+    return found
 
 
 def initial(cell: Cell) -> Host:

@@ -12,16 +12,9 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import NamedTuple
 
-
-class Mutant(NamedTuple):
-    """One edit of one function."""
-
-    target: str  # module:qualname
-    before: str
-    after: str
-
+from parity_tests.harness.engine_mutants import ENGINE_MUTANTS
+from parity_tests.harness.mutant import Mutant
 
 PENALTY, OUTER = "core_torch.sync.penalty", "core_torch.sync.outer"
 ADAMW, SCHEDULES = "core_torch.adamw", "core_torch.schedules"
@@ -270,7 +263,7 @@ def applied(name: str) -> Iterator[None]:
         KeyError: there is no such mutant.
         ValueError: the function no longer contains the text once.
     """
-    mutant = MUTANTS[name]
+    mutant = (MUTANTS | ENGINE_MUTANTS)[name]
     function = find(mutant.target)
     shipped, function.__code__ = function.__code__, edited_code(function, mutant)
     try:

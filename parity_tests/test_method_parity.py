@@ -1,0 +1,36 @@
+"""Every other row of the table of methods, both cores side by side."""
+
+from collections import Counter
+
+import pytest
+
+from parity_tests.checks.cells import LAYERWISE, ROWS_OF_METHODS, Cell
+from parity_tests.checks.methods import check_layerwise, check_method
+from parity_tests.harness.pool import RankPool
+from parity_tests.harness.ulps import ErrorTable
+
+
+@pytest.mark.parametrize("row", ROWS_OF_METHODS, ids=str)
+def test_thirteen_steps_of_a_method_agree_step_by_step(
+    pool: RankPool, errors: ErrorTable, row: Cell
+) -> None:
+    run = check_method(pool, errors, row)
+    assert len(run.events) >= 3
+    if row.method in ("co2", "co2_star"):
+        is_on = dict(dict(row.sync).get("co2", ())).get("staleness", True)
+        assert (run.seen("gap").max() > 1.01) == is_on
+
+
+@pytest.mark.parametrize("row", LAYERWISE, ids=str)
+def test_a_forward_that_carries_a_round_agrees_with_the_references(
+    pool: RankPool, errors: ErrorTable, row: Cell
+) -> None:
+    run = check_layerwise(pool, errors, row)
+    assert run.seen("clip").min() < 1
+
+
+def test_every_method_and_wire_is_met_twice() -> None:
+    counted = Counter(row.method for row in ROWS_OF_METHODS)
+    assert min(counted[m] for m in ("streaming_diloco", "co2", "co2_star", "aedit")) >= 2
+    wires = Counter(dict(row.sync).get("wire") for row in ROWS_OF_METHODS)
+    assert wires["int8"] >= 2 and wires["bf16"] >= 1
