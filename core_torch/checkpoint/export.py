@@ -20,14 +20,17 @@ FILE = "model.safetensors"
 
 @torch.no_grad()
 def export_model(state: TrainState, folder: Path) -> Path:
-    """Writes what all replicas agreed on last; all ranks of replica 0 take part.
+    """Writes what all replicas agreed on last; all ranks take part.
+
+    Those of replica 0 gather it. The others are needed where the anchor is cut over replicas.
 
     Returns:
         Path of the file, which only the first rank writes.
     """
     whole = {}
     with anchor(state):
-        for name, p in state.model.named_parameters():
+        mine = state.model.named_parameters() if state.mesh.replica.index == 0 else ()
+        for name, p in mine:
             local = local_shard(p)
             full = local
             if is_sharded(p):

@@ -130,8 +130,7 @@ class Session:
         """Evaluates and exports the anchor; writes summary.json once all records are there."""
         sent_bytes = self.mesh.ledger.bytes_over("replica")
         validation_loss = evaluate(self.state)
-        if self.mesh.replica.index == 0:
-            export_model(self.state, self.folder)
+        export_model(self.state, self.folder)
         dist.barrier()
         if not self.mesh.is_lead:
             return None

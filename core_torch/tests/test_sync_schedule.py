@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from core_torch.sync.schedule import InOrder
 
-
 Events = list[tuple[str, int]]
 
 
