@@ -9,7 +9,8 @@ while later ones are on their way behind the compute of earlier units:
 Eager models get forward pre-hooks, which only call the engine's verbs; a compiled graph has the
 same verbs as nodes (shard/exchange.py). A forward carries a round only if it is a training one:
 the module is in training mode and gradients are on. So evaluation does not, and activations
-that are computed again in the backward find the round done.
+that are computed again in the backward find the round done. The gradient is that of the loss at
+the anchor, and the inner optimizer starts from it. (R5, R6)
 """
 
 from typing import Any
