@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core_torch.collectives import Axis, Ledger
+from core_torch.collectives import Axis, Ledger, gather_json
 from core_torch.config import MeshConfig
 from core_torch.errors import ConfigError
 
@@ -128,7 +128,7 @@ def build_mesh(config: MeshConfig, device: torch.device) -> Mesh:
 def mesh_of(torch_mesh: DeviceMesh, *, deadline_seconds: float = 600.0) -> Mesh:
     """The mesh of somebody's own training loop, with groups of its own for sync rounds.
 
-    All ranks of ``torch_mesh`` must call this together.
+    All ranks of the world must call this together.
 
     Args:
         torch_mesh: with a dimension "replica"; "shard" is of size 1 if it is absent. Others,
@@ -144,21 +144,22 @@ def mesh_of(torch_mesh: DeviceMesh, *, deadline_seconds: float = 600.0) -> Mesh:
             f"the mesh has the dimensions {names or 'without names'}; sync rounds need 'replica'",
             next='mesh_dim_names=("replica", "shard") in init_device_mesh',
         )
-    ledger, deadline = Ledger(), timedelta(seconds=deadline_seconds)
+    kind = torch_mesh.device_type
+    is_cuda, ledger = kind == "cuda", Ledger()
+    device = torch.device(kind, torch.cuda.current_device()) if is_cuda else torch.device(kind)
 
     def axis(name: str) -> Axis:
         if name not in names:
             return Axis(name, None, 1, 0, ledger)
         ranks = dist.get_process_group_ranks(torch_mesh[name].get_group())
-        group = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)
-        index = torch_mesh.get_local_rank(name)
-        return Axis(name, group, len(ranks), index, ledger)
+        # Every rank makes every group: torch pairs groups by the order in which they are made.
+        rows = sorted(set(map(tuple, gather_json(ranks, device=device))))
+        made = {
+            row: dist.new_group(row, timeout=timedelta(seconds=deadline_seconds)) for row in rows
+        }
+        return Axis(name, made[tuple(ranks)], len(ranks), torch_mesh.get_local_rank(name), ledger)
 
     axes = {name: axis(name) for name in ("replica", "shard")}
-    kind = torch_mesh.device_type
-    device = (
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    )
     return Mesh(torch_mesh, axes, axes["shard"], device, ledger)
 
 

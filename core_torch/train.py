@@ -301,7 +301,7 @@ def evaluate(state: TrainState) -> float:
     """Mean loss of the anchor over ``config.train.evaluate_sequences`` held-out sequences.
 
     Every replica evaluates the same sequences, cut over its shards, so that nothing crosses
-    the replica axis; the trajectory is not touched.
+    the replica axis (but for CO2*, whose anchor is cut over it); the trajectory is not touched.
     """
     data, mesh = state.config.data, state.mesh
     wanted = state.config.train.evaluate_sequences

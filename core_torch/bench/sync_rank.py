@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 
 from core_torch.bench.measure import batch_of
@@ -26,6 +25,7 @@ from core_torch.mesh import Mesh
 from core_torch.models import token_loss
 from core_torch.models.build import init_weights
 from core_torch.models.llama import Llama
+from core_torch.shard.compat import graphs_compiled
 from core_torch.shard.model import shard_model
 from core_torch.sync.build import build_engine
 from core_torch.sync.rounds import Wait
@@ -129,7 +129,7 @@ def measure_overlap(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str,
             entry.steps_to_round()
             emit({"event": "bench", "variant": name, "step": number})
         if number == warm - 1:
-            graphs = _graphs()
+            graphs = graphs_compiled()
             for entry in entries.values():
                 entry.forget()
     full = by_turn.exposed(mesh)
@@ -144,7 +144,7 @@ def measure_overlap(job: dict[str, Any], mesh: Mesh, emit: OnEvent) -> dict[str,
         told[name] = {"hidden_fraction": hidden, "exposed_ms_per_unit": exposed}
         told[name]["round_ms"] = entry.round_ms(mesh)
     told["layerwise"]["whole_round_ms"] = whole.round_ms(mesh)
-    told["compiled"]["recompilations_at_rounds"] = _graphs() - graphs
+    told["compiled"]["recompilations_at_rounds"] = graphs_compiled() - graphs
     told["compiled"]["backend"] = job["backend"]
     return told
 
@@ -208,8 +208,3 @@ class Rounding:
         """What a round adds to a step, in milliseconds; the slower replica's."""
         own = statistics.median(self._with_round) - statistics.median(self._plain)
         return 1e3 * max(gather_json(own, device=mesh.device))
-
-
-def _graphs() -> int:
-    """Graphs that dynamo has compiled in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -28,6 +28,12 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LATE[name]), name)
 
 
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    return int(counters["stats"]["unique_graphs"])
+
+
 def donated_inputs() -> list[int]:
     """Inputs of the backward graph being compiled that nobody needs afterwards.
 
@@ -58,6 +64,7 @@ __all__ = [
     "TracingContext",
     "detect_fake_mode",
     "donated_inputs",
+    "graphs_compiled",
     "recompute_what_is_cheap",
     "tracing",
 ]

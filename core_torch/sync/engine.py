@@ -261,3 +261,4 @@ class LocalSGD:
         self.votes.is_stopping = True
         while not self._perform(self.rounds.members(0), forced=False).forced:
             pass
+        self.votes.is_stopping, self.votes.is_stepping = False, True

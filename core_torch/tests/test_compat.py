@@ -172,3 +172,14 @@ def test_a_graph_is_compiled_to_kernels_inside_a_tracing_context_of_its_own() ->
     [total] = run(given)
     assert total.tolist() == [1.0] * 4
     assert given == [], "inputs are freed as the kernels go"
+
+
+def test_graphs_are_counted_when_torch_compiles_one_and_not_when_it_runs_again() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    before, compiled = compat.graphs_compiled(), torch.compile(double, backend="eager")
+    compiled(torch.ones(2))
+    assert compat.graphs_compiled() == before + 1
+    compiled(torch.zeros(2))
+    assert compat.graphs_compiled() == before + 1
