@@ -26,16 +26,19 @@ RUNS: dict[str, tuple[How, int, int]] = {
     ),
     "inductor": (SIMPLE | {"options": {"backend": "inductor"}}, 2, 1),
 }
+ONLY_FULL = ("auto, recomputing some, 3 micro-batches",)  # test_layerwise.py has its parts
 COMPILED = [name for name in RUNS if name != "eager"]
 ROUNDS = (STEPS - 1) // EVERY
 
 
 @pytest.fixture(scope="module")
-def told(pool: RankPool) -> Any:
+def told(pool: RankPool, request: pytest.FixtureRequest) -> Any:
     """What the ranks told of a run, each made once."""
 
     @functools.cache
     def run(name: str) -> list[Told]:
+        if name in ONLY_FULL and not request.config.getoption("full"):
+            pytest.skip("only with --full")
         return pool.run(exchange.both_schedules, *RUNS[name], deadline=240.0)
 
     return run

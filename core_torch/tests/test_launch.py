@@ -46,7 +46,7 @@ def assert_all_end(pids: list[int], seconds: float = 10.0) -> None:
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launch_module, "GRACE_SECONDS", 2.0)  # the machine may be busy
 
 
 def start_parent(
@@ -96,8 +96,8 @@ def test_a_fault_of_ours_shows_the_end_of_the_rank_s_log() -> None:
 
 def test_silence_beyond_the_deadline_ends_all_ranks_and_shows_where_they_hang() -> None:
     events: list[dict[str, Any]] = []
-    with pytest.raises(PeerLost, match="no word from rank 0, 1 for 5 s") as caught:
-        launch({"kind": "sleep"}, 2, events.append, module=MODULE, silence_seconds=5.0)
+    with pytest.raises(PeerLost, match="no word from rank 0, 1 for 15 s") as caught:
+        launch({"kind": "sleep"}, 2, events.append, module=MODULE, silence_seconds=15.0)
     assert "in sleep" in caught.value.likely
     assert_all_end([event["pid"] for event in events], 0)
 
