@@ -161,7 +161,7 @@ class Rounding:
         config = replace(sync, every=2)
         engine = build_engine(sharded, self._optimizer, mesh, config, clock=time.monotonic_ns)
         assert engine is not None
-        self._engine, self._is_inside = engine, sync.layerwise is not False
+        self._engine = engine
         self.names = [unit.name for unit in engine.units]
         self._step = 0
         self.forget()

@@ -36,8 +36,7 @@ def run(options: BenchOptions, words: list[str]) -> int:
     Raises:
         ConfigError: a link that cannot be had, a file that cannot be written.
     """
-    if options.json and not Path(options.json).absolute().parent.is_dir():  # not after an hour
-        raise ConfigError(f"json: there is no folder {str(Path(options.json).parent)!r}")
+    check_json_folder(options.json)
     network = parse_network(options.network)
     console = Console()
     with tempfile.TemporaryDirectory(prefix="twinshard-bench-") as cache:
@@ -47,15 +46,43 @@ def run(options: BenchOptions, words: list[str]) -> int:
     if result["estimates"]:
         console.print(estimate_table(result))
     console.print(_network_line(result["network"]), highlight=False)
-    if options.json:
-        try:
-            write_json(Path(options.json), result)
-        except OSError as error:
-            raise ConfigError(f"json: cannot write {options.json!r}: {error.strerror}") from None
+    write_result(options.json, result)
     if wrong := unequal_losses(result["variants"]):
         console.print(Text(f"loss differs: {', '.join(wrong)}", style="bold red"))
         return 1
     return EXIT_OK
+
+
+def check_json_folder(path: str) -> None:
+    """Refuses a file that cannot be there, before an hour of work and not after it.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if path and not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"json: there is no folder {str(Path(path).parent)!r}")
+
+
+def write_result(path: str, result: dict[str, Any]) -> None:
+    """Writes the JSON file, if one is wanted.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path:
+        try:
+            write_json(Path(path), result)
+        except OSError as error:
+            raise ConfigError(f"json: cannot write {path!r}: {error.strerror}") from None
+
+
+def surroundings() -> dict[str, Any]:
+    """Machine, versions and command, without which a figure says nothing."""
+    return {
+        "hardware": {"processor": processor_name()} | machine(),
+        "versions": installed_versions(),
+        "command": shlex.join(["twinshard", *sys.argv[1:]]),
+    }
 
 
 def compare(
@@ -91,9 +118,7 @@ def compare(
     return {
         "variants": merged(timed, memory),
         "estimates": estimates,
-        "hardware": {"processor": processor_name()} | machine(),
-        "versions": installed_versions(),
-        "command": shlex.join(["twinshard", *sys.argv[1:]]),
+        **surroundings(),
         "network": link,
         "size": options.size,
         "ranks": options.ranks,
@@ -124,7 +149,7 @@ def linked(network: Network | None, ranks: int) -> Iterator[tuple[list[Place], d
 
 def speed_table(rows: list[dict[str, Any]]) -> Table:
     """Time and memory; in brackets, against FSDP2 as shipped."""
-    shown = _table("variant", "ms per step", "exposed ms", "peak memory", "loss")
+    shown = column_table("variant", "ms per step", "exposed ms", "peak memory", "loss")
     for row in rows:
         times, peaks = ratio(row, rows, "step_ms"), ratio(row, rows, "peak_tensor_bytes")
         shown.add_row(
@@ -139,7 +164,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
 
 def traffic_table(rows: list[dict[str, Any]]) -> Table:
     """Collectives of one step, and what the first call cost."""
-    shown = _table("variant", "forward", "backward", "payload", "compile s")
+    shown = column_table("variant", "forward", "backward", "payload", "compile s")
     for row in rows:
         calls = (str(row["collectives_forward"]), str(row["collectives_backward"]))
         size = human_bytes(row["bytes"])
@@ -149,7 +174,7 @@ def traffic_table(rows: list[dict[str, Any]]) -> Table:
 
 def estimate_table(result: dict[str, Any]) -> Table:
     """What the timeline says, in brackets against what was measured."""
-    shown = _table("program of", "ms measured", "own costs", "given costs", "peak estimated")
+    shown = column_table("program of", "ms measured", "own costs", "given costs", "peak estimated")
     peaks = {row["variant"]: row["peak_tensor_bytes"] for row in result["variants"]}
     for row in result["estimates"]:
         measured, peak = row["program_ms"], peaks[row["variant"]]
@@ -166,7 +191,8 @@ def estimate_table(result: dict[str, Any]) -> Table:
     return shown
 
 
-def _table(first: str, *others: str) -> Table:
+def column_table(first: str, *others: str) -> Table:
+    """An empty table: names on the left, figures on the right."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     shown.add_column(first, no_wrap=True)
     for heading in others:

@@ -1,25 +1,25 @@
 """``twinshard bench sync``: a slow replica under EDiT and A-EDiT, and what rounds cost."""
 
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from core_torch.bench.link import parse_network
 from core_torch.bench.plan import PACES
-from core_torch.bench.results import processor_name
-from core_torch.cli.bench import linked
-from core_torch.cli.doctor import installed_versions, machine
+from core_torch.cli.bench import (
+    check_json_folder,
+    column_table,
+    linked,
+    surroundings,
+    write_result,
+)
 from core_torch.cli.launch import launch
 from core_torch.cli.options import BenchSyncOptions
 from core_torch.data.corpus import prepare
-from core_torch.errors import EXIT_OK, ConfigError
-from core_torch.report.records import write_json
+from core_torch.errors import EXIT_OK
 from core_torch.report.text import fixed
 
 _SILENCE_SECONDS = 900.0
@@ -32,19 +32,14 @@ def run(options: BenchSyncOptions, words: list[str]) -> int:
     Raises:
         ConfigError: a link that cannot be had, a file that cannot be written.
     """
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise ConfigError(f"json: there is no folder {str(Path(options.json).parent)!r}")
+    check_json_folder(options.json)
     console = Console()
     with tempfile.TemporaryDirectory(prefix="twinshard-bench-") as folder:
         result = compare(options, Path(folder), Console(stderr=True))
     console.print(pace_table(result))
     console.print(overlap_table(result))
     console.print(f"network: {result['network']}", highlight=False)
-    if options.json:
-        try:
-            write_json(Path(options.json), result)
-        except OSError as error:
-            raise ConfigError(f"json: cannot write {options.json!r}: {error.strerror}") from None
+    write_result(options.json, result)
     return EXIT_OK
 
 
@@ -84,15 +79,12 @@ def compare(options: BenchSyncOptions, folder: Path, status: Console) -> dict[st
                     places=places,
                 )
     result["network"] = link
-    result["hardware"] = {"processor": processor_name()} | machine()
-    result["versions"] = installed_versions()
-    result["command"] = shlex.join(["twinshard", *sys.argv[1:]])
-    return result
+    return result | surroundings()
 
 
 def pace_table(result: dict[str, Any]) -> Table:
     """Both methods with a slow replica."""
-    shown = _table("method", "pace", "steps", "tokens", "loss")
+    shown = column_table("method", "pace", "steps", "tokens", "loss")
     for method in ("edit", "aedit"):
         row = result[method]
         steps = " + ".join(map(str, row["steps"]))
@@ -103,7 +95,7 @@ def pace_table(result: dict[str, Any]) -> Table:
 
 def overlap_table(result: dict[str, Any]) -> Table:
     """Milliseconds of each unit's exchange: by itself, and what of it a forward shows."""
-    shown = _table("unit", "exchange ms", "exposed ms", "exposed ms, compiled")
+    shown = column_table("unit", "exchange ms", "exposed ms", "exposed ms, compiled")
     inside, compiled = result["layerwise"], result["compiled"]
     columns = (
         result["exchange_ms_per_unit"],
@@ -116,12 +108,4 @@ def overlap_table(result: dict[str, Any]) -> Table:
     shown.add_row("after the first two", "", *hidden)
     rounds = (inside["whole_round_ms"], inside["round_ms"], compiled["round_ms"])
     shown.add_row("a round adds", *(fixed(x, 1) for x in rounds))
-    return shown
-
-
-def _table(first: str, *others: str) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    shown.add_column(first, no_wrap=True)
-    for heading in others:
-        shown.add_column(heading, justify="right")
     return shown

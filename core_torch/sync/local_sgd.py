@@ -37,6 +37,7 @@ from core_torch.collectives import start_psum
 from core_torch.config import SyncConfig, check
 from core_torch.errors import ConfigError
 from core_torch.mesh import mesh_of
+from core_torch.shard.access import local_shard
 from core_torch.shard.compile import Compilation
 from core_torch.shard.parametrise import is_sharded_class
 from core_torch.shard.simple_fsdp import plan_of_module
@@ -137,7 +138,7 @@ class ReplicaSync:
             return
         flights = []
         for unit in self.engine.units:
-            grads = [_local_grad(p) for p in unit.params if p.grad is not None]
+            grads = [local_shard(p.grad) for p in unit.params if p.grad is not None]
             if grads:
                 flat = torch.cat([grad.reshape(-1) for grad in grads])
                 flight = start_psum(flat, self.engine.axes.replica, scope=unit.name)
@@ -214,12 +215,6 @@ class ReplicaSync:
         if kind is None:
             self.finish()
         self.detach()
-
-
-def _local_grad(param: torch.Tensor) -> torch.Tensor:
-    grad = param.grad
-    assert grad is not None
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _refuse_replicated(module: nn.Module, mesh: DeviceMesh) -> None:

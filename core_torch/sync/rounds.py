@@ -143,20 +143,14 @@ class Rounds:
                 so itself.
         """
         while state.flights:
-            meeting = state.flights.pop(0)
-            for i in range(len(meeting.members)):
-                self._finish(state, meeting, i, newest)
-            self.conclude(state, meeting)
+            self._finish_oldest(state, newest)
 
     def finish_late(self, state: SyncState, step: int) -> None:
         """Uses exchanges whose delay in inner steps has passed."""
         if self.rules.method.finish != "steps later":
             return
         while state.flights and state.flights[0].step + self.rules.delay_steps <= step:
-            meeting = state.flights.pop(0)
-            for i in range(len(meeting.members)):
-                self._finish(state, meeting, i)
-            self.conclude(state, meeting)
+            self._finish_oldest(state)
 
     def conclude(self, state: SyncState, meeting: Meeting) -> None:
         """After the last unit: what was seen enters the statistics, unless it was forced."""
@@ -221,6 +215,13 @@ class Rounds:
         meeting.finished[i] = Told(done.combined_norm, done.clip, done.gap)
         is_finite_R = meeting.measured.verdict.is_finite_R[i]
         self._heal(self.units[u], ~is_finite_R[self.axes.replica.index])
+
+    def _finish_oldest(self, state: SyncState, newest: Meeting | None = None) -> None:
+        """Uses the exchanges that have been in flight for longest; see ``finish_flights``."""
+        meeting = state.flights.pop(0)
+        for i in range(len(meeting.members)):
+            self._finish(state, meeting, i, newest)
+        self.conclude(state, meeting)
 
     def _return_to_anchor(self, state: SyncState) -> None:
         """Begins the second round of CO2 at the anchor too, although nothing has come back yet.
