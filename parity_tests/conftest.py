@@ -23,6 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked ``only_full``, unless ``--full`` asks for it."""
+    if not config.getoption("full"):
+        left_out = [item for item in items if item.get_closest_marker("only_full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("only_full")]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs a test that asks for a ``cell`` or ``simple_cell`` on each cell of the comparison."""
     if "cell" in metafunc.fixturenames and not is_parametrized(metafunc, "cell"):
@@ -40,7 +48,8 @@ def is_parametrized(metafunc: pytest.Metafunc, name: str) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts the session's table of errors."""
+    """Starts the session's table of errors; says what the mark of long tests is."""
+    config.addinivalue_line("markers", "only_full: runs with --full; others see most of it")
     config.stash[TABLE] = ErrorTable()
     # The cache is not written atomically; an entry that a second session is writing is
     # compiled again, with this warning.
@@ -74,6 +83,12 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def is_full(pytestconfig: pytest.Config) -> bool:
+    """Whether ``--full`` was given."""
+    return bool(pytestconfig.getoption("full"))
 
 
 @pytest.fixture(scope="session")

@@ -26,19 +26,21 @@ RUNS: dict[str, tuple[How, int, int]] = {
     ),
     "inductor": (SIMPLE | {"options": {"backend": "inductor"}}, 2, 1),
 }
-ONLY_FULL = ("auto, recomputing some, 3 micro-batches",)  # test_layerwise.py has its parts
-COMPILED = [name for name in RUNS if name != "eager"]
+ONLY_FULL = [name for name in RUNS if name != "inductor"]  # test_layerwise.py has their parts
+COMPILED = [
+    pytest.param(name, marks=pytest.mark.only_full) if name in ONLY_FULL else name
+    for name in RUNS
+    if name != "eager"
+]
 ROUNDS = (STEPS - 1) // EVERY
 
 
 @pytest.fixture(scope="module")
-def told(pool: RankPool, request: pytest.FixtureRequest) -> Any:
+def told(pool: RankPool) -> Any:
     """What the ranks told of a run, each made once."""
 
     @functools.cache
     def run(name: str) -> list[Told]:
-        if name in ONLY_FULL and not request.config.getoption("full"):
-            pytest.skip("only with --full")
         return pool.run(exchange.both_schedules, *RUNS[name], deadline=240.0)
 
     return run
@@ -59,13 +61,14 @@ def test_a_round_in_the_forward_is_the_round_between_the_steps_bit_for_bit(
         assert_same(rank["in the forward"], rank["between steps"])
 
 
+@pytest.mark.only_full
 def test_rounds_in_a_compiled_forward_give_the_bits_of_eager_training(told: Any) -> None:
     for mine, eager in zip(told("manual"), told("eager"), strict=True):
         assert_same(mine["in the forward"], eager["between steps"])
 
 
 def test_replicas_hold_what_the_exchange_made_and_have_data_of_their_own(told: Any) -> None:
-    ranks = [rank["in the forward"] for rank in told("manual")]
+    ranks = [rank["in the forward"] for rank in told("inductor")]
     assert ranks[0]["losses"] != ranks[2]["losses"], "replica 0 and replica 1"
     assert ranks[0]["losses"] != ranks[1]["losses"], "shards of one replica"
 

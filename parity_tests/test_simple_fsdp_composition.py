@@ -36,8 +36,17 @@ def assert_as_alone(errors: ErrorTable, ranks: list[Told], truth: Told, quantity
             errors.check(f"{quantity}, parameters", rank["params"][name], p, MODEL, where=name)
 
 
-@EAGER_AND_COMPILED
-@pytest.mark.parametrize("mode", ["fully_shard", "replicate", "hybrid_shard"])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("fully_shard", None),
+        ("replicate", None),
+        ("hybrid_shard", None),
+        pytest.param("fully_shard", {}, marks=pytest.mark.only_full),
+        pytest.param("replicate", {}, marks=pytest.mark.only_full),
+        ("hybrid_shard", {}),  # compiled, it holds what the other two do
+    ],
+)
 def test_every_mode_trains_as_one_process(
     pool: RankPool, errors: ErrorTable, mode: str, options: dict[str, Any] | None
 ) -> None:

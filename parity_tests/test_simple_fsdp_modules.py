@@ -45,8 +45,10 @@ def odd_alone() -> Any:
     return sharded_modules.odd_account(sharded_modules.odd_model(), 0, 1)
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "manual"])
+@pytest.mark.parametrize(
+    ("shards", "compiled"),
+    [(2, False), (2, True), (4, False), pytest.param(4, True, marks=pytest.mark.only_full)],
+)
 def test_uneven_tiny_scalar_and_frozen_parameters_train_as_in_one_process(
     odd: Any, errors: ErrorTable, shards: int, compiled: bool
 ) -> None:
@@ -166,7 +168,11 @@ def test_a_state_dict_has_plain_names_and_loads_into_another_model(
         assert rank["loaded"] == rank["loss"]
 
 
-@EAGER_AND_COMPILED
+@pytest.mark.parametrize(
+    "options",
+    [None, pytest.param({}, marks=pytest.mark.only_full)],
+    ids=["eager", "manual"],
+)
 def test_a_deep_copy_is_a_model_of_its_own_and_trains_the_same(
     pool: RankPool, options: dict[str, Any] | None
 ) -> None:
