@@ -12,7 +12,7 @@ is not what a wire carries: a ring all-reduce moves up to twice its buffer.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,19 +33,25 @@ class Dispatch(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes and calls per (axis, op), and the trace of dispatches while ``trace`` is a list."""
+    """Bytes and calls per (axis, op). Each dispatch goes to ``trace`` and ``listener`` if set."""
 
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     trace: list[Dispatch] | None = None
+    listener: Callable[[Dispatch], None] | None = None
 
     def enter(self, axis: str, op: str, payload: Tensor, scope: str) -> None:
         """Records one dispatch with ``payload`` as its operand or result."""
         self.bytes[axis, op] += payload.numel() * payload.element_size()
         self.calls[axis, op] += 1
+        if self.trace is None and self.listener is None:
+            return
+        dtype = str(payload.dtype).removeprefix("torch.")
+        dispatch = Dispatch(axis, op, dtype, payload.numel(), scope)
         if self.trace is not None:
-            dtype = str(payload.dtype).removeprefix("torch.")
-            self.trace.append(Dispatch(axis, op, dtype, payload.numel(), scope))
+            self.trace.append(dispatch)
+        if self.listener is not None:
+            self.listener(dispatch)
 
     def reset(self) -> None:
         """Forgets everything, for another run on the same mesh."""

@@ -37,6 +37,7 @@ from core_torch.sync.events import RoundEvent, refuse_non_finite
 from core_torch.sync.penalty import clip_coefficient
 from core_torch.sync.sync_round import sum_of_squares
 from core_torch.sync.trigger import Clock
+from core_torch.taps.run import RunTaps
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -76,6 +77,7 @@ class TrainState:
     sync: LocalSGD | None  # None: synchronous training
     step: int = 0  # completed inner steps of this replica
     tokens: int = 0  # seen by all replicas together; between timed rounds an estimate
+    taps: RunTaps | None = None  # write a trace; see taps/run.py
 
     @property
     def planned_tokens(self) -> int:
@@ -175,7 +177,7 @@ def train(state: TrainState) -> Iterator[StepRecord]:
         seconds = time.perf_counter() - began
         every = config.train.evaluate_every
         evaluate_now = every > 0 and state.step % every == 0
-        yield StepRecord(
+        record = StepRecord(
             step=state.step,
             tokens=state.tokens,
             loss=loss,
@@ -187,6 +189,9 @@ def train(state: TrainState) -> Iterator[StepRecord]:
             validation_loss=evaluate(state) if evaluate_now else None,
             round=event,
         )
+        if state.taps is not None:
+            state.taps.end_step()
+        yield record
 
 
 def finish(state: TrainState) -> list[RoundEvent]:
@@ -225,7 +230,13 @@ def inner_step(state: TrainState, *, synchronous: bool) -> tuple[float, float]:
     for k in range(accumulate):
         inputs, targets = micro_batch(state, state.step * accumulate + k)
         state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
-        loss = token_loss(state.model(inputs), targets) / accumulate
+        if state.taps is not None:
+            state.taps.data(k, inputs, targets)
+        logits = state.model(inputs)
+        if state.taps is not None:
+            state.taps.logits(logits)
+        loss = token_loss(logits, targets) / accumulate
+        del logits  # autograd keeps what it needs of them
         loss.backward()
         total += loss.detach()
     state.sharded.finish_gradients()
@@ -249,11 +260,15 @@ def apply_gradients(state: TrainState, loss: Tensor) -> tuple[float, float]:
     grads = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
     square = sum_of_squares(grads, (1,) * len(grads)).to(loss.dtype)
     sums = psum(torch.stack((loss, square)), mesh.shard, scope="metrics")
-    norm = sums[1].sqrt()
+    norm, factor = sums[1].sqrt(), None
+    if state.taps is not None:
+        state.taps.gradients(sums[0] / mesh.shard.size)
     if optim.max_norm > 0:
         factor = clip_coefficient(norm, max_norm=optim.max_norm, eps=1e-6)
         for grad in grads:
             grad.mul_(factor)
+    if state.taps is not None:
+        state.taps.clipped(norm, factor)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate_of(
             state.config, tokens=state.tokens + state.config.tokens_per_step

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAIRS = ["sync/penalty.py", "sync/outer.py", "sync/wire.py", "adamw.py", "schedules.py"]
+PAIRS = [
+    "sync/penalty.py",
+    "sync/outer.py",
+    "sync/wire.py",
+    "adamw.py",
+    "schedules.py",
+    "sketch.py",
+]
 
 # What only the core has, and why. An entry that no longer applies fails the test too.
 ONLY_IN_CORE = {

@@ -133,7 +133,7 @@ def main() -> None:
             state, sync, done = edit_round(
                 state, sync, units=names, penalty=Penalty(), steps_R=steps_R, share=0.5
             )
-            weights = done.measured.weight_UR[1].round(3)
+            weights = np.asarray(done.measured.weight_UR[1]).round(3)
             print(f"    round after {steps} steps, weights of block 0 {weights}", end="")
             print(f", {pace.agreed} tokens agreed")
 

@@ -237,9 +237,11 @@ def main() -> None:
     measured = done.measured
     share_U = effective_replicas(measured.weight_UR)
     for u, (unit, _) in enumerate(names):
-        norms, weights = measured.norm_UR[u].round(3), measured.weight_UR[u].round(3)
+        of_unit = (measured.norm_UR[u], measured.weight_UR[u])
+        norms, weights = (np.asarray(x).round(3) for x in of_unit)
         print(f"{unit:10} norms {norms}  weights {weights}  effective {share_U[u]:.2f}")
         print(f"{'':10} ||D|| {done.combined_norm_U[u]:.3f}  beta {done.clip_U[u]:.3f}")
+    print("anchor, a global array without a replica axis:", jax.typeof(sync.anchor["norm.weight"]))
     print("steps of the healed replica:", state.step["norm.weight"])
 
 

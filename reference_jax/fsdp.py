@@ -42,7 +42,17 @@ from reference_jax.mesh import (
     put,
     reshard,
 )
-from reference_jax.model import Arrays, LlamaConfig, forward, init_params, shapes, token_loss, wide
+from reference_jax.model import (
+    Arrays,
+    LlamaConfig,
+    Tap,
+    forward,
+    init_params,
+    shapes,
+    token_loss,
+    untouched,
+    wide,
+)
 from reference_jax.sync.penalty import clip_coefficient
 
 
@@ -144,12 +154,18 @@ def scatter(grad_RS: Array) -> Array:
 
 
 def rank_loss(
-    params: Arrays, inputs_BT: Array, targets_BT: Array, *, config: LlamaConfig, compute: str | None
+    params: Arrays,
+    inputs_BT: Array,
+    targets_BT: Array,
+    *,
+    config: LlamaConfig,
+    compute: str | None,
+    tap: Tap = untouched,
 ) -> Array:
     """() loss of one rank on its own tokens; B holds all its micro-batches."""
     if compute is not None:
         params = {k: v.astype(compute) for k, v in params.items()}
-    return token_loss(forward(params, inputs_BT, config=config), targets_BT)
+    return token_loss(forward(params, inputs_BT, config=config, tap=tap), targets_BT)
 
 
 def gradients(
@@ -229,11 +245,15 @@ def example(
 
 
 def main() -> None:
-    """Three local steps; then a tensor of 257 rows on 4 shards."""
+    """A parameter on its way through a step; three steps; a tensor of 257 rows on 4 shards."""
     pretend_devices(4)
     mesh, config, state, tokens = example(2, 2)
     with jax.set_mesh(mesh):
-        print("embedding", jax.typeof(state.params["tok_embeddings.weight"]))
+        stored = state.params["tok_embeddings.weight"]
+        full = gather(stored, rows=257)
+        print("(F1) stored:     ", jax.typeof(stored), "  257 rows and one of padding")
+        print("(F2) gathered:   ", jax.typeof(full), "  and so are the gradients of the ranks (F3)")
+        print("(F4) scattered:  ", jax.typeof(scatter(full)))
         for t in range(3):
             state, seen = local_step(state, tokens, tokens, 0.01, config=config, inner=Inner())
             print(f"step {t + 1}: loss {seen.loss_R}, gradient norm {seen.grad_norm_R}")

@@ -6,12 +6,15 @@ the coordinates in which the members of a group differ are the mesh axes it uses
 
 The payload of a collective, per device, is counted as in the core: the buffer of an all-reduce,
 the gathered result of an all-gather, the full input of a reduce-scatter. XLA on CPU spells
-a reduce-scatter as an all-reduce and a slice, so on the shard axis compare logical operations.
+a reduce-scatter as an all-reduce and a slice, so on the shard axis compare logical operations:
+``written`` lists them where a program spells its messages out (chapters `simple_fsdp`, `manual`).
 
 Who communicates: whoever you ask about.
 """
 
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +101,36 @@ def bytes_per_axis(compiled: Compiled, mesh: Mesh) -> dict[str, dict[str, int]]:
             size *= groups.shape[1] if found["op"] == "reduce-scatter" else 1
             of_axis = sent.setdefault(axis, {})
             of_axis[found["op"]] = of_axis.get(found["op"], 0) + size
+    return sent
+
+
+WRITTEN = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce"}
+
+
+def written(program: Callable[..., Any], *args: Any) -> Iterator[tuple[str, str, int]]:
+    """(axis, operation, payload bytes) of every collective in the jaxpr of ``program(*args)``.
+
+    These are the words of the program, before any compiler; those of the backward included.
+    """
+    queue = [jax.make_jaxpr(program)(*args).jaxpr]
+    while queue:
+        for equation in queue.pop().eqns:
+            if operation := WRITTEN.get(equation.primitive.name):
+                params = equation.params
+                axes = params["axes" if operation == "all-reduce" else "axis_name"]
+                payload = equation.outvars if operation == "all-gather" else equation.invars
+                size = sum(x.aval.size * x.aval.dtype.itemsize for x in payload)
+                yield "+".join(axes), operation, size
+            inner = jax.tree.leaves(list(equation.params.values()))
+            queue += [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns")]
+
+
+def written_bytes(program: Callable[..., Any], *args: Any) -> dict[str, dict[str, int]]:
+    """Axis -> operation -> bytes, as ``bytes_per_axis``, of what is written."""
+    sent: dict[str, dict[str, int]] = {}
+    for axis, operation, size in written(program, *args):
+        of_axis = sent.setdefault(axis, {})
+        of_axis[operation] = of_axis.get(operation, 0) + size
     return sent
 
 

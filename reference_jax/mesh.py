@@ -86,6 +86,12 @@ def main() -> None:
         print("parameters      ", jax.typeof(params_R))
         print("by themselves   ", jax.typeof(alone_R), "  vmap keeps the replica axis")
         print("averaged        ", jax.typeof(together), "  axis 0 is gone: that was communication")
+        print("gathered        ", jax.typeof(reshard(params_R, ONE_EACH)), "  over the shards")
+        print("everywhere      ", jax.typeof(reshard(alone_R, EVERYWHERE)))
+    print("Which replicas and rows of the parameters each device stores:")
+    for part in params_R.addressable_shards:
+        replica, rows = part.index[0].start, part.index[1]
+        print(f"    {part.device}: replica {replica}, rows {rows.start}..{rows.stop - 1}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from reference_jax.edit import Penalty, edit_round, measure_all
 from reference_jax.exchange import Wire, wire_of
 from reference_jax.fsdp import Inner, TrainState, example, local_step
 from reference_jax.local_sgd import (
+    Measured,
     NonFinite,
     Round,
     SyncState,
@@ -45,8 +46,8 @@ from reference_jax.local_sgd import (
 )
 from reference_jax.mesh import EVERYWHERE, pretend_devices, reshard
 from reference_jax.model import LlamaConfig, Units, units, whole_model
+from reference_jax.record import Done, Moment, Seen, event_of, votes_of
 from reference_jax.streaming import Flight, Streaming, fragment_due, fragments, land, start
-from reference_jax.sync.penalty import effective_replicas
 
 METHODS = "synchronous post_local_sgd diloco streaming_diloco co2 co2_star edit aedit".split()
 
@@ -88,13 +89,6 @@ class TrainConfig:
     def sends(self) -> Wire:
         """What an exchange sends."""
         return wire_of(self.wire, self.model)
-
-
-class Done(NamedTuple):
-    """A round that is complete."""
-
-    event: dict[str, Any]  # fields of the core's RoundEvent
-    combined: dict[str, Array]  # D before clipping; empty if nothing was exchanged
 
 
 class Started(NamedTuple):
@@ -172,31 +166,6 @@ def refuse_non_finite(done: Round, of: Units) -> None:
         raise NonFinite(f"replica {n} is not finite in unit {of[u][0]}")
 
 
-def event_of(done: Round, names: list[str], **counts: Any) -> dict[str, Any]:
-    """The fields of the core's RoundEvent.
-
-    Args:
-        done: the round.
-        names: of its units.
-        **counts: round, step, forced, empty and steps of the event.
-    """
-    measured, verdict = done.measured, done.measured.verdict
-    arrays = {
-        "norm": measured.norm_UR,
-        "finite": verdict.is_finite_R,
-        "flagged": verdict.is_flagged_R,
-        "rearmed": verdict.is_rearmed_R,
-        "anomalous": verdict.is_anomaly_R,
-        "weight": measured.weight_UR,
-        "effective_replicas": effective_replicas(measured.weight_UR),
-        "combined_norm": done.combined_norm_U,
-        "clip": done.clip_U,
-        "gap": done.gap_U,
-        "rollback": ~measured.accept_U,
-    }
-    return {**counts, "units": names, **{k: np.asarray(v).tolist() for k, v in arrays.items()}}
-
-
 class Rounds:
     """What replicas agree on, what is in flight, and whole numbers. Use inside ``jax.set_mesh``.
 
@@ -214,8 +183,8 @@ class Rounds:
 
     def after(
         self, state: TrainState, step: int, *, is_last: bool
-    ) -> tuple[TrainState, list[Done]]:
-        """What follows inner step ``step``; for methods that count steps.
+    ) -> tuple[TrainState, list[Seen | Done]]:
+        """What follows inner step ``step``, in order; for methods that count steps.
 
         Raises:
             NonFinite: as ``run_round``; of a late exchange when it is used.
@@ -229,8 +198,10 @@ class Rounds:
         if not due and not is_last:
             return state, []
         counts = self._counts(self.units, step, forced=not due)
-        state, self.sync, done = run_round(state, self.sync, self.config, forced=not due)
-        return state, [self._done(done, self.units, counts)]
+        before = Moment(state, self.sync)
+        state, self.sync, done = run_round(*before, self.config, forced=not due)
+        seen = self._seen(done.measured, self.units, counts, before)
+        return state, [seen, self._done(done, self.units, counts, before, state)]
 
     def measures(self, step: int, *, is_last: bool) -> bool:
         """Whether ``after`` is going to measure pseudo-gradients."""
@@ -243,17 +214,17 @@ class Rounds:
 
     def by_the_clock(
         self, state: TrainState, step: int, steps: list[int], *, is_empty: bool, forced: bool
-    ) -> tuple[TrainState, Done]:
+    ) -> tuple[TrainState, list[Seen | Done]]:
         """A round of aedit, of replicas that made ``steps`` since the last one."""
         counts = self._counts(self.units, step, forced=forced, steps=steps, is_empty=is_empty)
         steps_R = reshard(jnp.array(steps), EVERYWHERE)
+        before = Moment(state, self.sync)
         if is_empty:
-            done = nothing_moves(state, self.sync, steps_R, units=self.units, config=self.config)
+            done = nothing_moves(*before, steps_R, units=self.units, config=self.config)
         else:
-            state, self.sync, done = run_round(
-                state, self.sync, self.config, forced=forced, steps_R=steps_R
-            )
-        return state, self._done(done, self.units, counts)
+            state, self.sync, done = run_round(*before, self.config, forced=forced, steps_R=steps_R)
+        seen = self._seen(done.measured, self.units, counts, before)
+        return state, [seen, self._done(done, self.units, counts, before, state)]
 
     def _counts(
         self,
@@ -272,62 +243,74 @@ class Rounds:
         counts = {"round": self.numbered, "step": step, "forced": forced, "empty": is_empty}
         return counts | {"steps": steps}
 
-    def _done(self, done: Round, of: Units, counts: dict[str, Any]) -> Done:
-        return Done(event_of(done, [name for name, _ in of], **counts), done.combined)
+    def _seen(self, measured: Measured, of: Units, counts: dict[str, Any], at: Moment) -> Seen:
+        return Seen(votes_of(measured, [name for name, _ in of], **counts), at)
+
+    def _done(
+        self, done: Round, of: Units, counts: dict[str, Any], before: Moment, after: TrainState
+    ) -> Done:
+        event = event_of(done, [name for name, _ in of], **counts)
+        return Done(event, done.combined, before, Moment(after, self.sync))
 
     def _stream(
         self, state: TrainState, step: int, *, is_last: bool
-    ) -> tuple[TrainState, list[Done]]:
+    ) -> tuple[TrainState, list[Seen | Done]]:
         """(L4, O6, T5)"""
-        rule, config, done = self.config.streaming, self.config, []
+        rule, config = self.config.streaming, self.config
+        told: list[Seen | Done] = []
         due = fragment_due(step, warmup=config.warmup, every=config.every, count=rule.fragments)
         if due is not None:
-            self._start(state, step, (self.units[due],), forced=False)
+            told.append(self._start(state, step, (self.units[due],), forced=False))
         while self.flights and (is_last or self.flights[0].counts["step"] + rule.delay <= step):
-            state, landed = self._land(state, mix=rule.mix)
-            done.append(landed)
+            state, done = self._land(state, mix=rule.mix)
+            told.append(done)
         if is_last and any(self.since.values()):
-            self._start(state, step, self.units, forced=True)
-            state, landed = self._land(state, mix=0.0)
-            done.append(landed)
-        return state, done
+            told.append(self._start(state, step, self.units, forced=True))
+            state, done = self._land(state, mix=0.0)
+            told.append(done)
+        return state, told
 
-    def _start(self, state: TrainState, step: int, of: Units, *, forced: bool) -> None:
+    def _start(self, state: TrainState, step: int, of: Units, *, forced: bool) -> Seen:
         counts = self._counts(of, step, forced=forced)
-        flight, self.sync = start(state, self.sync, units=of, wire=self.config.sends)
+        at = Moment(state, self.sync)
+        flight, self.sync = start(*at, units=of, wire=self.config.sends)
         self.flights.append(Started(counts, of, flight))
+        return self._seen(flight.measured, of, counts, at)
 
     def _land(self, state: TrainState, *, mix: float) -> tuple[TrainState, Done]:
         counts, of, flight = self.flights.pop(0)
-        state, self.sync, done = land(
-            state, self.sync, flight, units=of, mix=mix, **self.config.outer
-        )
+        before = Moment(state, self.sync)
+        state, self.sync, done = land(*before, flight, units=of, mix=mix, **self.config.outer)
         refuse_non_finite(done, of)
-        return state, self._done(done, of, counts)
+        return state, self._done(done, of, counts, before, state)
 
     def _meet_late(
         self, state: TrainState, step: int, *, due: bool, is_last: bool
-    ) -> tuple[TrainState, list[Done]]:
+    ) -> tuple[TrainState, list[Seen | Done]]:
         """(C1..C4, T5)"""
-        results: list[tuple[Round, dict[str, Any]]] = []
+        told: list[Seen | Done] = []
         given: dict[str, Any] = {"units": self.units, "rule": self.config.co2, **self.config.outer}
         if due or is_last:
-            before = self.flights.pop() if self.flights else None
-            counts = self._counts(self.units, step, forced=not due)
-            arrived = before.flight if before else None
+            last = self.flights.pop() if self.flights else None
+            counts, before = (
+                self._counts(self.units, step, forced=not due),
+                Moment(state, self.sync),
+            )
             state, self.sync, flight, done = co2_meeting(
-                state, self.sync, arrived, wire=self.config.sends, **given
+                *before, last.flight if last else None, wire=self.config.sends, **given
             )
             self.flights.append(Started(counts, self.units, flight))
-            if before:
-                results.append((done, before.counts))
+            told.append(self._seen(flight.measured, self.units, counts, before))
+            if last:
+                refuse_non_finite(done, self.units)
+                told.append(self._done(done, self.units, last.counts, before, state))
         if is_last:
             counts, _, flight = self.flights.pop()
-            state, self.sync, done = co2_drain(state, self.sync, flight, **given)
-            results.append((done, counts))
-        for done, _ in results:
+            before = Moment(state, self.sync)
+            state, self.sync, done = co2_drain(*before, flight, **given)
             refuse_non_finite(done, self.units)
-        return state, [self._done(done, self.units, counts) for done, counts in results]
+            told.append(self._done(done, self.units, counts, before, state))
+        return state, told
 
 
 @functools.partial(jax.jit, static_argnames=("units", "config"))
@@ -358,8 +341,8 @@ def main() -> None:
             print(method)
             for t in range(1, 10):
                 state, _ = local_step(state, tokens, tokens, 0.01, config=model, inner=Inner())
-                state, finished = rounds.after(state, t, is_last=t == 9)
-                for event, _ in finished:
+                state, told = rounds.after(state, t, is_last=t == 9)
+                for event in (one.event for one in told if isinstance(one, Done)):
                     kind = "forced" if event["forced"] else "due"
                     print(f"    after step {t}: {event['units']}, {kind}, sent at {event['step']}")
 

@@ -24,6 +24,7 @@ Shape suffixes
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from reference_jax.mesh import pretend_devices
 
 Arrays = dict[str, Array]
 Units = tuple[tuple[str, tuple[str, ...]], ...]  # (unit, names of its parameters), in forward order
+Tap = Callable[[str, Array], Array]  # (unit, its output) -> what the next unit is given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,11 @@ class Block(nnx.Module):
         return x + self.feed_forward(self.ffn_norm(x, self.eps))
 
 
+def untouched(unit: str, output: Array) -> Array:
+    """The tap that only lets through."""
+    return output
+
+
 class Llama(nnx.Module):
     """Token ids in, logits out."""
 
@@ -191,12 +198,12 @@ class Llama(nnx.Module):
         if not config.tied:
             self.output = Linear(table, config.init_std, dtype, rng)
 
-    def __call__(self, tokens_BT: Array) -> Array:
-        x = self.tok_embeddings.weight[...][tokens_BT]
-        for block in self.layers:
-            x = block(x)
+    def __call__(self, tokens_BT: Array, tap: Tap = untouched) -> Array:
+        x = tap("embedding", self.tok_embeddings.weight[...][tokens_BT])
+        for i, block in enumerate(self.layers):
+            x = tap(f"layers.{i}", block(x))
         head = self.tok_embeddings if self.tied else self.output
-        return head(self.norm(x, self.eps))
+        return tap("head", head(self.norm(x, self.eps)))
 
 
 def to_flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -259,9 +266,11 @@ def whole_model(config: LlamaConfig) -> Units:
     return (("model", tuple(name for _, names in units(config) for name in names)),)
 
 
-def forward(params: Arrays, tokens_BT: Array, *, config: LlamaConfig) -> Array:
-    """(B, T, V) logits, in the dtype of the parameters."""
-    logits_BTV: Array = nnx.merge(structure(config)[0], to_nested(params))(tokens_BT)
+def forward(
+    params: Arrays, tokens_BT: Array, *, config: LlamaConfig, tap: Tap = untouched
+) -> Array:
+    """(B, T, V) logits, in the dtype of the parameters; ``tap`` sees what leaves each unit."""
+    logits_BTV: Array = nnx.merge(structure(config)[0], to_nested(params))(tokens_BT, tap)
     return logits_BTV
 
 

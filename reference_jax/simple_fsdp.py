@@ -52,6 +52,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from reference_jax import fsdp
 from reference_jax.fsdp import example, pad, place, rank_loss, to_host, unpad
+from reference_jax.ledger import WRITTEN, written
 from reference_jax.mesh import AXES, ONE_EACH, PER_REPLICA, pretend_devices, put
 from reference_jax.model import Arrays, LlamaConfig, shapes, units
 
@@ -241,26 +242,12 @@ def gradients(
     return whole
 
 
-OPERATIONS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce"}
-
-
 def traffic(program: Callable[..., Any], *args: Any) -> Counter[tuple[str, int]]:
-    """(operation, payload bytes) -> calls per rank, read off the jaxpr of ``program(*args)``.
+    """(operation, payload bytes) -> calls per rank, by ``ledger.written``.
 
-    Not off compiled code, in which XLA on CPU spells a reduce-scatter as an all-reduce. Payload as
-    in chapter `ledger`: the result of an all-gather, the operand of the other two.
+    Not off compiled code, in which XLA on CPU spells a reduce-scatter as an all-reduce.
     """
-    sent: Counter[tuple[str, int]] = Counter()
-    queue = [jax.make_jaxpr(program)(*args).jaxpr]
-    while queue:
-        for equation in queue.pop().eqns:
-            if operation := OPERATIONS.get(equation.primitive.name):
-                gathers = operation == "all-gather"
-                payload = equation.outvars if gathers else equation.invars
-                sent[operation, sum(x.aval.size * x.aval.dtype.itemsize for x in payload)] += 1
-            inner = jax.tree.leaves(list(equation.params.values()))
-            queue += [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns")]
-    return sent
+    return Counter((operation, size) for _, operation, size in written(program, *args))
 
 
 def total(sent: Counter[tuple[str, int]], operation: str) -> tuple[int, int]:
@@ -303,7 +290,7 @@ def main() -> None:
             if how.mode != "fully_shard":
                 theirs = {k: x.mean(axis=0, keepdims=True) for k, x in theirs.items()}
             error = max(float(np.abs(ours[k] - theirs[k]).max()) for k in rows)
-            counts = [total(sent, "all-gather"), *(total(back, op) for op in OPERATIONS.values())]
+            counts = [total(sent, "all-gather"), *(total(back, op) for op in WRITTEN.values())]
             cells = "  ".join(f"{calls:6} {size / 1000:8.2f}" for calls, size in counts)
             words = ("unit" if how.buckets else "one", "yes" if how.reshard_after_forward else "no")
             print(f"{how.mode:12} {words[0]:4} {words[1]:3} {cells}   {error:.0e}")

@@ -20,7 +20,6 @@ without padding. ``perturb`` makes a replica sick right before a round is measur
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,65 +28,26 @@ from jax.typing import ArrayLike
 from reference_jax.aedit import Pace, only
 from reference_jax.data import batch_of_all
 from reference_jax.ddp import warmup_step
-from reference_jax.fsdp import StepReport, init_state, local_step, place, replicate, to_host
+from reference_jax.fsdp import (
+    StepReport,
+    TrainState,
+    init_state,
+    local_step,
+    place,
+    replicate,
+    to_host,
+)
 from reference_jax.local_sgd import SyncState, replicas_are_equal
 from reference_jax.mesh import ONE_EACH, PER_REPLICA, make_mesh, pretend_devices, put
-from reference_jax.methods import (
-    Done,
-    Rounds,
-    TrainConfig,
-    event_of,
-    run_round,
-    units_of,
-)
+from reference_jax.methods import Rounds, TrainConfig, run_round, units_of
 from reference_jax.model import LlamaConfig, init_params, shapes
+from reference_jax.record import Done, Host, Record, Seen, Told, Voted, event_of
 from reference_jax.schedules import learning_rate
 
-__all__ = ["Record", "Run", "TrainConfig", "event_of", "run_round", "train", "units_of"]
+__all__ = ["Host", "Record", "Run", "TrainConfig", "event_of", "run_round", "train", "units_of"]
 
-Host = dict[str, np.ndarray]
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # micro-step, from 0 -> two [R, S, B, T]
 Perturb = Callable[[int, Host], Host]  # (step, params [R, ...]) -> params
-
-
-class Told(NamedTuple):
-    """A round that is complete; on the host, unpadded."""
-
-    event: dict[str, Any]  # fields of the core's RoundEvent; its step is when it was measured
-    combined: Host  # D before clipping; empty if nothing was exchanged
-
-
-class Record(NamedTuple):
-    """One inner step, and the rounds that were completed after it; unpadded host arrays."""
-
-    step: int  # by the clock: the tick
-    tokens: int  # over all replicas, this step included; by the clock the estimate (V1)
-    lr: float
-    loss_R: np.ndarray  # NaN where a replica waited
-    grad_norm_R: np.ndarray  # before clipping; NaN where a replica waited
-    grads: Host  # [R, ...] before clipping; without meaning where a replica waited
-    inner_params: Host  # [R, ...] right after the inner step
-    params: Host  # [R, ...] after what follows the step; mostly the same
-    exp_avg: Host  # [R, ...]
-    exp_avg_sq: Host  # [R, ...]
-    counts: Host  # [R] AdamW steps of every parameter
-    anchor: Host | None  # [...]; None before replicas part
-    velocity: Host | None
-    stats: Host | None  # fields of NormStats, (U, R)
-    owed: Host | None  # [R, ...] what coding has left out; empty if nothing is coded
-    rounds: list[Told]  # completed after this step, in order
-    steps_R: np.ndarray  # inner steps that each replica has made in all
-    is_active_R: np.ndarray  # which replicas made this one
-
-    @property
-    def event(self) -> dict[str, Any] | None:
-        """Of the last round, if there was any."""
-        return self.rounds[-1].event if self.rounds else None
-
-    @property
-    def combined(self) -> Host | None:
-        """D of the last round, if there was any."""
-        return self.rounds[-1].combined if self.rounds else None
 
 
 class Run:
@@ -101,6 +61,7 @@ class Run:
         self.rounds: Rounds | None = None  # None before replicas part
         self.step = 0
         self.steps_R = np.zeros(config.replicas, int)
+        self.pace: Pace | None = None  # by the clock only
         self._join_if_due()
 
     @property
@@ -134,34 +95,53 @@ class Run:
         self.steps_R = self.steps_R - ~is_active_R
         return seen
 
-    def after(self, *, is_last: bool, perturb: Perturb | None) -> list[Told]:
+    def after(self, *, is_last: bool, perturb: Perturb | None) -> list[Voted | Told]:
         """(T4) of methods that count steps; makes a replica sick before a round if asked to."""
         if self.rounds is None or self.step <= self.config.warmup:
             return []
         if self.rounds.measures(self.step, is_last=is_last):
             self._perturb(perturb)
         with jax.set_mesh(self.mesh):
-            self.state, done = self.rounds.after(self.state, self.step, is_last=is_last)
-        return [self._told(one) for one in done]
+            self.state, told = self.rounds.after(self.state, self.step, is_last=is_last)
+        return [self._on_host(one) for one in told]
 
     def by_the_clock(
         self, steps: list[int], *, is_empty: bool, forced: bool, perturb: Perturb | None
-    ) -> Told:
+    ) -> list[Voted | Told]:
         """(T4) of aedit: a round of replicas that made ``steps`` since the last one."""
         assert self.rounds is not None, "a round before replicas parted"
         self._perturb(perturb)
         with jax.set_mesh(self.mesh):
-            self.state, done = self.rounds.by_the_clock(
+            self.state, told = self.rounds.by_the_clock(
                 self.state, self.step, steps, is_empty=is_empty, forced=forced
             )
-        return self._told(done)
+        return [self._on_host(one) for one in told]
 
     def host(self, arrays: dict[str, jax.Array], *, axis: int = 1) -> Host:
         """Unpadded copies on the host."""
         return to_host(arrays, self.config.model, axis=axis)
 
-    def _told(self, done: Done) -> Told:
-        return Told(done.event, self.host(done.combined, axis=0))
+    def _on_host(self, one: Seen | Done) -> Voted | Told:
+        of = dict(units_of(self.config))
+        names = [name for unit in one.event["units"] for name in of[unit]]
+
+        def host(arrays: dict[str, jax.Array], *, axis: int = 1) -> Host:
+            return self.host({name: arrays[name] for name in names}, axis=axis)
+
+        if isinstance(one, Seen):
+            theta, anchor = host(one.at.state.params), host(one.at.sync.anchor, axis=0)
+            return Voted(one.event, {k: anchor[k][None] - x for k, x in theta.items()})
+        (old, old_sync), (new, new_sync) = one.before, one.after
+        anchors = host(old_sync.anchor, axis=0), host(new_sync.anchor, axis=0)
+        thetas = host(old.params), host(new.params)
+        return Told(
+            event=one.event,
+            combined=self.host(one.combined, axis=0),
+            anchor_moved={k: anchors[1][k] - anchors[0][k] for k in names},
+            velocity=host(new_sync.velocity, axis=0),
+            params_moved={k: thetas[1][k] - thetas[0][k] for k in names},
+            stats={k: np.array(v) for k, v in new_sync.stats._asdict().items()},
+        )
 
     def _perturb(self, perturb: Perturb | None) -> None:
         if perturb is not None:
@@ -184,6 +164,7 @@ def train(
     params: Mapping[str, ArrayLike] | None = None,
     dtype: str = "float32",
     perturb: Perturb | None = None,
+    run: Run | None = None,
 ) -> Iterator[Record]:
     """Runs ``config.steps`` inner steps and yields a record of each; by the clock, of each tick.
 
@@ -194,22 +175,25 @@ def train(
         params: one unpadded set by canonical name; None draws one of ``dtype``.
         dtype: see ``params``.
         perturb: called with the step and all parameters [R, ...] right before every round.
+        run: goes on from where this one is, for example one of chapter `handover`, to the end of
+            ``config``; ``params`` and ``dtype`` are those that it began with.
 
     Raises:
         NonFinite: see ``methods.run_round``.
         ValueError: more ranks than devices, an unknown method, wire or schedule shape.
     """
-    if params is None:
-        params = init_params(config.model, seed=0, dtype=dtype)
-    run = Run(config, replicate(params, config.replicas))
+    if run is None:
+        if params is None:
+            params = init_params(config.model, seed=0, dtype=dtype)
+        run = Run(config, replicate(params, config.replicas))
     by_steps = config.warmup if config.method == "aedit" else config.steps
-    for t in range(1, min(by_steps, config.steps) + 1):
+    for t in range(run.step + 1, min(by_steps, config.steps) + 1):
         inputs, targets = batch_of_step(config, batches, run.steps_R)
         lr = learning_rate_at(t * inputs.size, config, of_step=inputs.size)
         seen = run.inner_step(inputs, targets, lr)
-        inner_params = run.host(run.state.params)
+        inner = run.state
         told = run.after(is_last=t == config.steps, perturb=perturb)
-        yield record_of(run, seen, t * inputs.size, lr, inner_params, told)
+        yield record_of(run, seen, t * inputs.size, lr, inner, told)
     if by_steps < config.steps:
         yield from ticks(run, config, batches, perturb)
 
@@ -219,12 +203,11 @@ def ticks(
 ) -> Iterator[Record]:
     """The part of a run that goes by the clock."""
     of_step = batches(0)[0].size * config.accumulate
-    pace = Pace(
-        config.timed,
-        tokens=of_step // config.replicas,
-        agreed=config.warmup * of_step,
-        total=config.steps * of_step,
-    )
+    if run.pace is None:
+        of_one = of_step // config.replicas
+        agreed, total = config.warmup * of_step, config.steps * of_step
+        run.pace = Pace(config.timed, tokens=of_one, agreed=agreed, total=total)
+    pace = run.pace
     while pace.agreed < pace.total:
         is_active_R = np.array(pace.is_active())
         inputs, targets = batch_of_step(config, batches, run.steps_R)
@@ -234,13 +217,13 @@ def ticks(
                 tokens = pace.estimate(n)  # the same for all that step
         lr = learning_rate_at(tokens, config, of_step=of_step)
         seen = run.tick(inputs, targets, lr, is_active_R)
-        inner_params, told = run.host(run.state.params), []
+        inner, told = run.state, list[Voted | Told]()
         if not any(pace.is_active()):
             steps, is_empty = pace.meet()
-            told.append(run.by_the_clock(steps, is_empty=is_empty, forced=False, perturb=perturb))
+            told += run.by_the_clock(steps, is_empty=is_empty, forced=False, perturb=perturb)
             if pace.agreed >= pace.total and is_empty:
-                told.append(run.by_the_clock(steps, is_empty=False, forced=True, perturb=perturb))
-        yield record_of(run, seen, tokens, lr, inner_params, told, is_active_R)
+                told += run.by_the_clock(steps, is_empty=False, forced=True, perturb=perturb)
+        yield record_of(run, seen, tokens, lr, inner, told, is_active_R)
 
 
 def batch_of_step(
@@ -277,11 +260,21 @@ def record_of(
     seen: StepReport,
     tokens: int,
     lr: float,
-    inner_params: Host,
-    told: list[Told],
+    inner: TrainState,
+    told: list[Voted | Told],
     is_active_R: np.ndarray | None = None,
 ) -> Record:
-    """Everything on the host; ``is_active_R`` None: all replicas made the step."""
+    """Everything on the host.
+
+    Args:
+        run: after the step and what followed it.
+        seen: of the step.
+        tokens: see ``Record``.
+        lr: of the step.
+        inner: the state between the step and what followed it.
+        told: of what followed.
+        is_active_R: None: all replicas made the step.
+    """
     state, sync = run.state, run.sync
     active_R = np.ones(run.config.replicas, bool) if is_active_R is None else is_active_R
     loss_R, norm_R = np.array(seen.loss_R), np.array(seen.grad_norm_R)
@@ -292,7 +285,8 @@ def record_of(
         loss_R=np.where(active_R, loss_R, loss_R.dtype.type(np.nan)),
         grad_norm_R=np.where(active_R, norm_R, norm_R.dtype.type(np.nan)),
         grads=run.host(seen.grads),
-        inner_params=inner_params,
+        inner_params=run.host(inner.params),
+        inner_moments=(run.host(inner.exp_avg), run.host(inner.exp_avg_sq)),
         params=run.host(state.params),
         exp_avg=run.host(state.exp_avg),
         exp_avg_sq=run.host(state.exp_avg_sq),
@@ -301,7 +295,7 @@ def record_of(
         velocity=None if sync is None else run.host(sync.velocity, axis=0),
         stats=None if sync is None else {k: np.array(v) for k, v in sync.stats._asdict().items()},
         owed=None if sync is None else run.host(sync.owed),
-        rounds=told,
+        told=told,
         steps_R=run.steps_R,
         is_active_R=active_R,
     )

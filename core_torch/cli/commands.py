@@ -17,6 +17,14 @@ from core_torch.cli.options import (
     SampleOptions,
     TrainOptions,
 )
+from core_torch.cli.parity_options import (
+    ParityCanaryOptions,
+    ParityCheckOptions,
+    ParityDiffOptions,
+    ParityMineOptions,
+    ParityRecordOptions,
+    ParityRunOptions,
+)
 from core_torch.cli.worker import torchrun_place
 from core_torch.config import Problem, RunConfig, all_problems
 from core_torch.config_file import apply, load_values
@@ -95,6 +103,54 @@ COMMANDS = {
         0,
         "core_torch.cli.graph",
     ),
+    "parity run": Command(
+        "parity run",
+        "Compares the core with the reference over methods, meshes, dtypes, models and shardings.",
+        (ParityRunOptions(),),
+        0,
+        0,
+        "core_torch.cli.parity_matrix",
+    ),
+    "parity canary": Command(
+        "parity canary",
+        "Puts known faults into the running core: the comparison must find each where it acts.",
+        (ParityCanaryOptions(),),
+        0,
+        0,
+        "core_torch.cli.parity_matrix",
+    ),
+    "parity record": Command(
+        "parity record",
+        "Writes the trace of a run: what the core, or the reference, computed, value by value.",
+        (ParityRecordOptions(),),
+        0,
+        0,
+        "core_torch.cli.parity",
+    ),
+    "parity check": Command(
+        "parity check [FOLDER]",
+        "Runs the core beside recorded traces of the reference, those of the package or others.",
+        (ParityCheckOptions(),),
+        0,
+        1,
+        "core_torch.cli.parity",
+    ),
+    "parity diff": Command(
+        "parity diff A B",
+        "Compares two traces and names the first event in which they part.",
+        (ParityDiffOptions(),),
+        2,
+        2,
+        "core_torch.cli.parity",
+    ),
+    "parity mine": Command(
+        "parity mine",
+        "Runs your own torch model beside the reference: forward, gradients, steps of AdamW.",
+        (ParityMineOptions(),),
+        0,
+        0,
+        "core_torch.cli.parity_mine",
+    ),
     "doctor": Command(
         "doctor",
         "Checks this machine: versions, memory, collectives, initial weights.",
@@ -149,7 +205,8 @@ def _inner_command(name: str, args: list[str], inner: list[str]) -> tuple[str, l
         args = []
     said = f"{args[0]!r} is none" if args else "not said which"
     raise ConfigError(
-        f"{name} measures {' or '.join(inner)}; {said}", next=f"twinshard {name} {inner[0]} --help"
+        f"after {name} comes {' or '.join(inner)}; {said}",
+        next=f"twinshard {name} {inner[0]} --help",
     )
 
 
@@ -180,7 +237,9 @@ def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
     extra = words[command.most_words :]
     problems += [Problem(word, "is one word too many") for word in extra]
     if len(words) < command.fewest_words:
-        problems.append(Problem("RUN", "is missing: the folder of a run"))
+        missing = [word for word in command.usage.split() if word.isupper()][len(words)]
+        what = "trace" if name.startswith("parity ") else "run"
+        problems.append(Problem(missing, f"is missing: the folder of a {what}"))
     options = []
     for base in command.bases:
         if isinstance(base, RunConfig) and words:

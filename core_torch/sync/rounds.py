@@ -23,6 +23,7 @@ from core_torch.sync import sync_round
 from core_torch.sync.events import RoundEvent, describe
 from core_torch.sync.meeting import Meeting, Told
 from core_torch.sync.methods import Rules
+from core_torch.sync.observer import Observer
 from core_torch.sync.outer import heal
 from core_torch.sync.penalty import update_stats
 from core_torch.sync.schedule import InOrder
@@ -66,6 +67,7 @@ class Rounds:
         self._optimizer, self._is_timed = optimizer, is_timed
         self._done: deque[Meeting] = deque()  # completed and not yet told
         self.waits: list[Wait] | None = None  # a list: enter how long each exchange has blocked
+        self.observer: Observer | None = None
 
     def members(self, group: int) -> list[int]:
         """Units that take part in a round of ``group``: a fragment, or all."""
@@ -117,9 +119,13 @@ class Rounds:
             meeting.steps, meeting.forced = self.votes.count(ballots_RC.tolist())
             fewest = 1 if meeting.forced else self.rules.min_total_steps
             meeting.is_empty = sum(meeting.steps) < fewest
+        if meeting.is_empty and meeting.forced:  # the last one, with nothing left, is no event
+            return meeting
+        if self.observer is not None:
+            taking_part = [self.units[u] for u in members]
+            self.observer.measured(meeting, taking_part, self._bring(state, members))
         if meeting.is_empty:
-            if not meeting.forced:  # the last one, with nothing left to exchange, is no event
-                self._done.append(meeting)
+            self._end(state, meeting)
             return meeting
         for u in members:
             state.steps_since[u] = 0
@@ -159,7 +165,7 @@ class Rounds:
             state.stats = update_stats(
                 measured.norm_UR, measured.verdict, state.stats, ema_alpha=alpha
             )
-        self._done.append(meeting)
+        self._end(state, meeting)
 
     def tell(self, *, newest_too: bool) -> RoundEvent | None:
         """The oldest event not yet told. To read the newest is to wait for it on CUDA."""
@@ -201,6 +207,9 @@ class Rounds:
             began = time.perf_counter()
             flight = Pending(flight.wait(), None)
             self.waits.append(Wait(self.units[u].name, time.perf_counter() - began))
+        if self.observer is not None:
+            flight = Pending(flight.wait(), None)
+            self.observer.combined(meeting, self.units[u], flight.total, state.store.get(u))
         done = sync_round.finish(
             self.units[u],
             state.store.get(u),
@@ -211,6 +220,8 @@ class Rounds:
             progress=progress,
             keep=0.0 if meeting.forced else rules.mix,
         )
+        if self.observer is not None:
+            self.observer.finished(meeting, i, self.units[u], done)
         state.store.put(u, done.state)  # at once, so that old and new never lie side by side
         meeting.finished[i] = Told(done.combined_norm, done.clip, done.gap)
         is_finite_R = meeting.measured.verdict.is_finite_R[i]
@@ -222,6 +233,13 @@ class Rounds:
         for i in range(len(meeting.members)):
             self._finish(state, meeting, i, newest)
         self.conclude(state, meeting)
+
+    def _end(self, state: SyncState, meeting: Meeting) -> None:
+        """Nothing of the meeting is left to do: it can be told."""
+        if self.observer is not None:
+            members = [self.units[u] for u in meeting.members]
+            self.observer.concluded(meeting, members, state.stats if self.rules.excludes else None)
+        self._done.append(meeting)
 
     def _return_to_anchor(self, state: SyncState) -> None:
         """Begins the second round of CO2 at the anchor too, although nothing has come back yet.

@@ -166,8 +166,8 @@ def test_ratios_are_against_fsdp2_as_shipped() -> None:
         (["shard", "--json", "/no/such/folder/x.json"], "there is no folder '/no/such/folder'"),
         (["sync", "--slow-replica", "0.5"], "slow_replica: must be at least 1.0, got 0.5"),
         (["sync", "--network", "1gbit"], "'1gbit' is neither loopback nor RATE,DELAY"),
-        (["speed"], "bench measures shard or sync; 'speed' is none"),
-        ([], "bench measures shard or sync; not said which"),
+        (["speed"], "after bench comes shard or sync; 'speed' is none"),
+        ([], "after bench comes shard or sync; not said which"),
     ],
 )
 def test_mistakes_are_told_before_any_work(

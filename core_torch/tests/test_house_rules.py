@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("core_torch", "reference_jax", "parity_tests")
 READING_ORDER = (
-    "errors config_base config_sync config collectives mesh trace data models adamw schedules "
-    "shard sync train checkpoint report simulate bench cli"
+    "errors config_base config_sync config collectives mesh sketch trace data models adamw "
+    "schedules shard sync taps train checkpoint report simulate bench cli"
 ).split()
 STANDARD_LIBRARY_ONLY = ("errors", "config_base", "config_sync", "config", "config_file")
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "yaml"}

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,11 @@ class Comparer(NamedTuple):
     errors: ErrorTable
     cell: Cell
     mode: str  # "locked" or "free", the first word of each line of the table
+
+    @property
+    def in_the_parameters_dtype(self) -> "Comparer":
+        """For what is computed in it although the model computes in another."""
+        return self._replace(cell=replace(self.cell, compute="same"))
 
     def shards(
         self,

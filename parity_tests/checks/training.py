@@ -130,6 +130,7 @@ def check_locked(errors: ErrorTable, run: CoreRun) -> None:
 def locked_step(compare: Comparer, run: CoreRun, reference: Locked, t: int) -> None:
     """Gradient, then clip and AdamW of inner step ``t``."""
     cell, where = run.cell, f"step {t}"
+    wide = compare.in_the_parameters_dtype
     synchronous = cell.method == "synchronous" or t <= cell.warmup
     theta_R = run.whole("begun", t - 1)
     loss_R, grads = reference.gradients(theta_R, t, synchronous=synchronous)
@@ -141,24 +142,24 @@ def locked_step(compare: Comparer, run: CoreRun, reference: Locked, t: int) -> N
     state = reference.state(theta_R, moments, run.adam_steps("states", t - 1))
     lr = float(run.leads[0]["records"][t - 1]["lr"])
     new, norm_R = reference.update(state, run.whole("grads", t - 1), lr)
-    compare.check("gradient norm", run.recorded(t, "grad_norm"), norm_R, STATE, where=where)
+    wide.check("gradient norm", run.recorded(t, "grad_norm"), norm_R, STATE, where=where)
     at = run.after_inner_step(t)
     allowed = partial(tolerances.of_update, OPTIMIZER)
     begun = run.parts("begun", t - 1)
     theta = run.parts(*at, "theta")
-    compare.shards(
+    wide.shards(
         "AdamW update", theta, new.params, allowed, where=where, since=begun, is_update=True
     )
     for key in MOMENTS:
         parts = run.parts(*at, key)
-        compare.shards(f"AdamW {key}", parts, getattr(new, key), OPTIMIZER, where=where)
+        wide.shards(f"AdamW {key}", parts, getattr(new, key), OPTIMIZER, where=where)
     for name, steps_R in run.adam_steps(*at).items():
         np.testing.assert_array_equal(steps_R, np.array(new.step[name]), err_msg=f"{name} {where}")
 
 
 def locked_round(compare: Comparer, run: CoreRun, reference: Locked, k: int) -> None:
     """Round ``k``, counted from 0, from the core's state right before it."""
-    event = run.events[k]
+    event, compare = run.events[k], compare.in_the_parameters_dtype
     t, where = event["step"], f"round {k + 1} after step {event['step']}"
     theta_R = run.whole("inner", k, "theta")
     moments = [run.whole("inner", k, key) for key in MOMENTS]
