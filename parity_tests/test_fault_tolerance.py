@@ -38,7 +38,9 @@ PLAIN: dict[str, dict[str, Any]] = {"sync": {"every": 2, "warmup": 2}, "train": 
 
 
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("shape", [(3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((3, 1), marks=pytest.mark.only_full), (2, 2)], ids=str
+)
 def test_healthy_replicas_train_as_if_the_bad_one_did_not_exist(
     pool: RankPool, shape: tuple[int, int], value: float
 ) -> None:
@@ -149,7 +151,9 @@ def test_a_lasting_change_of_regime_is_accepted_at_the_third_flag(pool: RankPool
 
 
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("method", ["diloco", "post_local_sgd"])
+@pytest.mark.parametrize(
+    "method", ["diloco", pytest.param("post_local_sgd", marks=pytest.mark.only_full)]
+)
 def test_without_a_penalty_a_bad_replica_stops_all_ranks_and_the_anchor_survives(
     pool: RankPool, method: str, value: float
 ) -> None:

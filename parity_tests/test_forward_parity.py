@@ -1,5 +1,7 @@
 """Logits, losses and gradients of both cores, from the same weights on the same tokens."""
 
+import pytest
+
 from parity_tests.checks.cells import Cell
 from parity_tests.checks.training import check_forward
 from parity_tests.harness.pool import RankPool
@@ -10,7 +12,11 @@ MIXED = Cell(
 )
 
 
-def test_forward_and_gradients_agree(pool: RankPool, errors: ErrorTable, cell: Cell) -> None:
+def test_forward_and_gradients_agree(
+    pool: RankPool, errors: ErrorTable, cell: Cell, is_full: bool
+) -> None:
+    if cell.shards == 1 and not is_full:
+        pytest.skip("one shard is seen in whole runs; with --full here too")
     check_forward(pool, errors, cell)
 
 

@@ -66,6 +66,7 @@ def test_the_core_agrees_where_jax_is_not_installed(
     assert f"{len(chosen)} of {len(chosen)} agree" in done.stdout
 
 
+@pytest.mark.only_full  # test_canary.py has one by default
 def test_a_fault_in_the_core_is_named_by_its_phase(pool: RankPool) -> None:
     folder = golden.FOLDER / "edit"
     (cell,) = golden.check(pool, [folder])

@@ -117,7 +117,7 @@ TWICE = TIED | {"model": {"layers": 1}, "train": {"steps": 5}}
 WHOLE, INSIDE = (STORMY["sync"] | {"layerwise": is_inside} for is_inside in (False, True))
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2", "simple"])
+@pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("simple", marks=pytest.mark.only_full)])
 def test_a_tied_model_and_being_looked_at_change_nothing(pool: RankPool, sharding: str) -> None:
     changes = TIED | {"shard": SHARDINGS[sharding]}
     train = TIED["train"] | {"evaluate_every": 1}
@@ -128,7 +128,12 @@ def test_a_tied_model_and_being_looked_at_change_nothing(pool: RankPool, shardin
 
 
 @pytest.mark.parametrize(
-    "shard", [{"forward_prefetch": 1, "recompute": "full"}, {"method": "simple_fsdp"}], ids=str
+    "shard",
+    [
+        pytest.param({"forward_prefetch": 1, "recompute": "full"}, marks=pytest.mark.only_full),
+        {"method": "simple_fsdp"},
+    ],
+    ids=str,
 )
 def test_a_unit_that_a_forward_uses_twice_is_exchanged_once(
     pool: RankPool, shard: dict[str, Any]

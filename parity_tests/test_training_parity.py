@@ -58,3 +58,5 @@ def test_simple_fsdp_meets_every_mesh_and_method_in_runs_that_are_traced_anyway(
     assert met == set(itertools.product(MESHES[1:], shardings))
     assert {cell.method for cell in SIMPLE} == set(METHODS)
     assert {cell.on_one_shard for cell in SIMPLE} <= {cell.on_one_shard for cell in COVERING}
+    # By default the compiled ones; eager SimpleFSDP has the bits of FSDP2 (test_simple_fsdp.py).
+    assert {cell.sharding for cell in SIMPLE[1::2]} == {"simple_fsdp_aot"}

@@ -57,18 +57,21 @@ def covering(factors: Sequence[Sequence[Any]] = FACTORS) -> list[Choice]:
     """Choices that hold every pair of values of two factors; the same ones each time.
 
     A cell is needed for each pair of the two largest factors. Each takes the values of the other
-    factors that bring in most pairs not seen yet; cells for what is left then follow.
+    factors that bring in most pairs not seen yet, and, among equals, pairs that were seen least;
+    cells for what is left then follow.
     """
-    unseen = set(_pairs_of_all(factors))
+    seen = dict.fromkeys(_pairs_of_all(factors), 0)
     large = sorted(range(len(factors)), key=lambda i: -len(factors[i]))[:2]
+    wanted = [
+        dict(zip(large, x, strict=True)) for x in itertools.product(*(factors[i] for i in large))
+    ]
     chosen: list[Choice] = []
-    for given in itertools.product(*(factors[i] for i in large)):
-        chosen.append(_best(factors, dict(zip(large, given, strict=True)), unseen))
-        unseen -= set(_pairs(chosen[-1]))
-    while unseen:
-        (i, x), (j, y) = min(unseen, key=repr)
-        chosen.append(_best(factors, {i: x, j: y}, unseen))
-        unseen -= set(_pairs(chosen[-1]))
+    while wanted or not all(seen.values()):
+        left = [pair for pair, count in seen.items() if count == 0]
+        fixed = wanted.pop(0) if wanted else dict(min(left, key=repr))
+        chosen.append(_best(factors, fixed, seen))
+        for pair in _pairs(chosen[-1]):
+            seen[pair] += 1
     return chosen
 
 
@@ -77,10 +80,15 @@ def product() -> list[Choice]:
     return list(itertools.product(*FACTORS))
 
 
-def _best(factors: Sequence[Sequence[Any]], fixed: dict[int, Any], unseen: set[Any]) -> Choice:
-    """The choice with the ``fixed`` values that holds most pairs of ``unseen``."""
+def _best(factors: Sequence[Sequence[Any]], fixed: dict[int, Any], seen: dict[Any, int]) -> Choice:
+    """The choice with the ``fixed`` values that holds most new pairs, then the rarest."""
     options = [[fixed[i]] if i in fixed else values for i, values in enumerate(factors)]
-    return max(itertools.product(*options), key=lambda c: len(unseen.intersection(_pairs(c))))
+
+    def worth(choice: Choice) -> tuple[int, int]:
+        counts = [seen[pair] for pair in _pairs(choice)]
+        return counts.count(0), -sum(counts)
+
+    return max(itertools.product(*options), key=worth)
 
 
 def _pairs(choice: Choice) -> Iterator[tuple[Any, Any]]:
