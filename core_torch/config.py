@@ -9,7 +9,7 @@ raises those of a whole run together.
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from core_torch.config_base import Problem, above, at_least
+from core_torch.config_base import Problem, above, at_least, seconds_of
 from core_torch.config_sync import (
     METHODS,
     Co2Config,
@@ -224,6 +224,7 @@ class TrainConfig:
     steps: int = 200  # inner steps of every replica
     accumulate: int = 1  # micro-batches per inner step
     seed: int = 0  # initial weights
+    init: str = ""  # folder of a Hugging Face Llama whose weights to begin with; empty: drawn
     dtype: Literal["float32", "float64"] = "float32"  # parameters, moments, anchors
     compute: Literal["same", "bfloat16"] = "same"  # forward and backward
     evaluate_every: int = 0  # steps; 0: only at the end
@@ -241,11 +242,22 @@ class TrainConfig:
 class CheckpointConfig:
     """When to commit a checkpoint."""
 
-    every: int = 0  # steps; 0: only at the end
+    every: int | str = 0  # steps, or seconds, e.g. 600s; 0: only at the end
     keep: int = 2  # newest commits that stay
 
+    @property
+    def seconds(self) -> float | None:
+        """The interval in seconds, if ``every`` is one."""
+        return seconds_of(self.every)
+
     def validate(self) -> list[Problem]:
-        return at_least(0, self, "every") + at_least(2, self, "keep")
+        problems = at_least(2, self, "keep")
+        if isinstance(self.every, int):
+            return at_least(0, self, "every") + problems
+        if not self.seconds:
+            message = f"takes steps, e.g. 400, or seconds, e.g. 600s; got {self.every!r}"
+            problems.append(Problem("every", message))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,10 @@ Standard library only.
 """
 
 import math
+import re
 from typing import Any, NamedTuple
+
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 
 
 class Problem(NamedTuple):
@@ -12,6 +15,12 @@ class Problem(NamedTuple):
 
     path: str
     message: str
+
+
+def seconds_of(value: int | str) -> float | None:
+    """The seconds that an interval such as ``600s`` means; None if it counts steps or nothing."""
+    found = _SECONDS.fullmatch(value) if isinstance(value, str) else None
+    return None if found is None else float(found[1])
 
 
 def at_least(low: float, config: Any, *names: str) -> list[Problem]:

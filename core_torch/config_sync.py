@@ -4,11 +4,10 @@ Standard library only. A setting that the chosen method does not use is a proble
 nobody believes in something that does not happen.
 """
 
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from core_torch.config_base import Problem, above, at_least
+from core_torch.config_base import Problem, above, at_least, seconds_of
 
 METHODS = (
     "synchronous",
@@ -21,7 +20,6 @@ METHODS = (
     "aedit",
 )
 LAYERWISE = ("edit", "aedit")  # exchange unit by unit, so a round can run inside a forward
-_SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +138,7 @@ class SyncConfig:
     @property
     def seconds(self) -> float | None:
         """The interval in seconds, if ``every`` is one."""
-        found = _SECONDS.fullmatch(self.every) if isinstance(self.every, str) else None
-        return None if found is None else float(found[1])
+        return seconds_of(self.every)
 
     def validate(self) -> list[Problem]:
         problems = at_least(0, self, "warmup") + at_least(1, self, "prefetch_units")

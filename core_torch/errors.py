@@ -76,6 +76,12 @@ class ReplicasDiffer(TwinshardError):
     exit_code = 5
 
 
+class Preempted(TwinshardError):
+    """Asked to stop, the run committed its step and ended; it goes on from there."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 class PeerLost(TwinshardError):
     """Another rank ended or did not answer within the deadline."""
 

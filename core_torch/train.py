@@ -25,6 +25,7 @@ from core_torch.config import RunConfig
 from core_torch.data.batches import Layout, batch_for, count_sequences, held_out_batches
 from core_torch.data.corpus import Corpus
 from core_torch.errors import NonFinite
+from core_torch.hf.folder import load_weights
 from core_torch.mesh import Mesh
 from core_torch.models import Llama, build_model, token_loss
 from core_torch.schedules import learning_rate
@@ -100,7 +101,12 @@ class TrainState:
 
 
 def build(
-    config: RunConfig, mesh: Mesh, corpus: Corpus, *, clock: Clock = time.monotonic_ns
+    config: RunConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    *,
+    clock: Clock = time.monotonic_ns,
+    resumes: bool = False,
 ) -> TrainState:
     """Builds model, shards, optimizer and engine for ``config`` on this rank.
 
@@ -109,6 +115,10 @@ def build(
         mesh: joined.
         corpus: prepared.
         clock: of time triggers, in nanoseconds.
+        resumes: a checkpoint will replace the weights, so ``train.init`` is not read.
+
+    Raises:
+        TwinshardError: the folder of ``train.init`` does not fit; see ``hf.folder``.
     """
     model = build_model(
         config.model,
@@ -116,6 +126,8 @@ def build(
         seed=config.train.seed,
         dtype=DTYPES[config.train.dtype],
     )
+    if config.train.init and not resumes:
+        load_weights(model, config.train.init)
     compute = config.train.compute
     compute_dtype = None if compute == "same" else DTYPES[compute]
     sharded = shard_model(model, mesh, config.shard, compute_dtype=compute_dtype)

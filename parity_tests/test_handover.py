@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core_torch.checkpoint.load import find, verify
+from core_torch.checkpoint.sound import find, verify
 from parity_tests.cases import handover
 from parity_tests.checks import cells
 from parity_tests.checks.cells import SECOND, Cell

@@ -14,6 +14,7 @@ EDIT: dict[str, Any] = {"method": "edit", "every": 3, "warmup": 2, "penalty": PE
 DILOCO: dict[str, Any] = {"method": "diloco", "every": 3, "warmup": 2}
 POST: dict[str, Any] = {"method": "post_local_sgd", "every": 3, "warmup": 0}
 STREAMING: dict[str, Any] = {"method": "streaming_diloco", "every": 4, "warmup": 2, "wire": "int8"}
+CO2: dict[str, Any] = {"method": "co2", "every": 3, "warmup": 2}
 CO2_STAR: dict[str, Any] = {"method": "co2_star", "every": 3, "warmup": 2, "wire": "bf16"}
 INSIDE: dict[str, Any] = EDIT | {"layerwise": True, "offload": True, "wire": "int8"}
 AEDIT: dict[str, Any] = EDIT | {"method": "aedit", "every": "3s", "timed": {"min_total_steps": 1}}
@@ -31,39 +32,91 @@ def changes_of(sync: dict[str, Any], *, replicas: int = 2, shards: int = 2) -> d
     }
 
 
+CASES = [
+    (EDIT, 1),  # in the warm-up
+    (EDIT, 2),  # as the replicas part
+    (EDIT, 4),  # between two rounds
+    (EDIT, 8),  # right after a round
+    (DILOCO, 6),
+    (POST, 0),  # before the first step
+    (SYNCHRONOUS, 5),
+    (STREAMING, 4),  # a fragment in flight
+    (CO2_STAR, 6),  # a whole model in flight, anchors cut over the replicas
+    (INSIDE, 5),  # a round that the next forward will carry
+]
+EVERY_METHOD = (DILOCO, POST, SYNCHRONOUS, STREAMING, CO2, CO2_STAR, EDIT, INSIDE)
+REST = [(sync, stop) for sync in EVERY_METHOD for stop in range(9) if (sync, stop) not in CASES]
+
+
+def name_of(value: Any) -> str:
+    """Of a parameter of a test."""
+    return str(value["method"] if isinstance(value, dict) else value)
+
+
 @pytest.mark.parametrize(
     ("sync", "stop"),
-    [
-        (EDIT, 1),  # in the warm-up
-        (EDIT, 2),  # as the replicas part
-        (EDIT, 4),  # between two rounds
-        (EDIT, 8),  # right after a round
-        (DILOCO, 6),
-        (POST, 0),  # before the first step
-        (SYNCHRONOUS, 5),
-        (STREAMING, 4),  # a fragment in flight
-        (CO2_STAR, 6),  # a whole model in flight, anchors cut over the replicas
-        (INSIDE, 5),  # a round that the next forward will carry
-    ],
-    ids=lambda value: value["method"] if isinstance(value, dict) else str(value),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.only_full) for case in REST)],
+    ids=name_of,
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(
     pool: RankPool, tmp_path: Path, sync: dict[str, Any], stop: int
 ) -> None:
-    changes = changes_of(sync)
+    check_resumed(pool, tmp_path, changes_of(sync), stop)
+
+
+def test_a_step_of_several_micro_batches_goes_on_with_the_next_of_them(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    changes = changes_of(EDIT)
+    changes["train"]["accumulate"] = 2
+    check_resumed(pool, tmp_path, changes, 4)
+
+
+def check_resumed(pool: RankPool, folder: Path, changes: dict[str, Any], stop: int) -> None:
+    """Compares the rest of a run that stopped with that of one that never did."""
     whole = launch(pool, 2, 2, changes)
-    again = Trajectory(pool.run(resume.interrupted, changes, str(tmp_path), stop), replicas=2)
+    again = Trajectory(pool.run(resume.interrupted, changes, str(folder), stop), replicas=2)
     assert again.steps == STEPS - stop
     for before, after in zip(whole.ranks, again.ranks, strict=True):
-        for kept, found in zip(before["history"][stop:], after["history"], strict=True):
-            assert all(same(kept.get(key), found.get(key)) for key in (*TENSORS, "adam_step"))
-            assert same(kept.get("stats"), found.get("stats"))
-        for kept, found in zip(before["records"][stop:], after["records"], strict=True):
-            for key in ("step", "tokens", "loss", "grad_norm", "lr"):
-                assert kept[key] == found[key], key
+        check_rest(before, after, STEPS - stop)
     measured_later = sum(e["step"] > stop for e in whole.events)  # others were due or in flight
     assert len(again.events) >= measured_later
     assert repr(whole.events[len(whole.events) - len(again.events) :]) == repr(again.events)
+
+
+def check_rest(before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
+    """Compares the last ``steps`` steps of one rank, and the state before them."""
+    for kept, found in zip(before["history"][-steps - 1 :], after["history"], strict=True):
+        assert all(same(kept.get(key), found.get(key)) for key in (*TENSORS, "adam_step"))
+        assert same(kept.get("stats"), found.get("stats"))
+    for kept, found in zip(before["records"][-steps:], after["records"], strict=True):
+        for key in ("step", "tokens", "loss", "grad_norm", "lr"):
+            assert kept[key] == found[key], key
+
+
+@pytest.mark.parametrize(
+    ("sync", "commit"),
+    [
+        (EDIT, 5),  # the next round
+        (AEDIT, None),  # the next vote
+        pytest.param(SYNCHRONOUS, 5, marks=pytest.mark.only_full),  # told at 4, read at 5
+        pytest.param(CO2_STAR, 8, marks=pytest.mark.only_full),  # told at 5, read at 8
+    ],
+    ids=name_of,
+)
+def test_a_signal_to_one_rank_stops_all_where_the_run_can_go_on(
+    pool: RankPool, tmp_path: Path, sync: dict[str, Any], commit: int | None
+) -> None:
+    changes, step_ns = changes_of(sync), [10**9, 2 * 10**9] if sync is AEDIT else []
+    whole = pool.run(equalities.run, changes, None, [], False, step_ns)
+    stopped = pool.run(resume.preempted, changes, str(tmp_path), 3, step_ns)
+    assert len({told["commit"] for told in stopped}) == 1
+    assert commit in (None, stopped[0]["commit"])
+    again = pool.run(resume.go_on, changes, str(tmp_path), step_ns)
+    for before, after, told in zip(whole, again, stopped, strict=True):
+        left = len(before["records"]) - told["steps"]
+        assert left >= 1
+        check_rest(before, after, left)
 
 
 def test_replicas_of_unequal_speed_go_on_from_the_commit_they_agreed_on(
@@ -75,9 +128,7 @@ def test_replicas_of_unequal_speed_go_on_from_the_commit_they_agreed_on(
     for before, after in zip(whole, again, strict=True):
         count = len(after["history"])
         assert 2 <= count < len(before["history"])
-        for kept, found in zip(before["history"][-count:], after["history"], strict=True):
-            assert all(same(kept.get(key), found.get(key)) for key in (*TENSORS, "adam_step"))
-            assert same(kept.get("stats"), found.get("stats"))
+        check_rest(before, after, count - 1)
         told = [[e["round"], e["steps"], e["norm"]] for e in after["events"] + after["closing"]]
         every = [[e["round"], e["steps"], e["norm"]] for e in before["events"] + before["closing"]]
         assert told == every[-len(told) :] and len(told) >= 2

@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import torch
-
 from core_torch import __version__
 from core_torch.checkpoint.commit import sweep
 from core_torch.checkpoint.files import PRIVATE, parse_json
@@ -39,11 +36,7 @@ def run_lock(run_folder: Path, *, force: bool = False) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}",
-            likely="a read-only folder, or a link where a file belongs",
-            next="name another folder with --run",
-        ) from error
+        raise _unusable(path, error) from error
     try:
         if not force:
             _take(descriptor, run_folder)
@@ -55,6 +48,36 @@ def run_lock(run_folder: Path, *, force: bool = False) -> Iterator[None]:
             _write(descriptor, {**_identity(), "running": False})
     finally:
         os.close(descriptor)  # also unlocks
+
+
+@contextlib.contextmanager
+def folder_lock(run_folder: Path, *, force: bool = False) -> Iterator[None]:
+    """Holds the folder of a run that does not train now, and leaves run.json as it is.
+
+    Raises:
+        ConfigError: another live process holds the folder, or run.json cannot be opened.
+    """
+    path = run_folder / RUN_FILE
+    if force or not os.path.lexists(path):  # saved by a loop of one's own, which takes no lock
+        yield
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        _take(descriptor, run_folder)
+        yield
+    finally:
+        os.close(descriptor)  # also unlocks
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}",
+        likely="a read-only folder, or a link where a file belongs",
+        next="name another folder with --run",
+    )
 
 
 def _take(descriptor: int, run_folder: Path) -> None:
@@ -95,6 +118,9 @@ def _write(descriptor: int, value: dict[str, Any]) -> None:
 
 
 def _identity() -> dict[str, Any]:
+    import safetensors  # here, because who only takes the lock needs neither
+    import torch
+
     versions = {
         "twinshard": __version__,
         "python": platform.python_version(),

@@ -4,21 +4,21 @@ Files of one folder (``tensors`` or one replica's) cut each tensor along dimensi
 says how evenly, so any number of ranks may take the rows up again.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # tables are read without torch too
+    from core_torch.checkpoint.state import Shard
 
-from core_torch.checkpoint.state import Shard
-
-DTYPES = {  # name here -> torch's dtype, code in the file's header
-    "float64": (torch.float64, "F64"),
-    "float32": (torch.float32, "F32"),
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-    "int64": (torch.int64, "I64"),
-    "int32": (torch.int32, "I32"),
-    "uint8": (torch.uint8, "U8"),
-    "bool": (torch.bool, "BOOL"),
+DTYPES = {  # torch's name -> code in the file's header
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 
 
@@ -36,14 +36,14 @@ class Piece(NamedTuple):
         return (self.rows, *self.shape[1:]) if self.shape else ()
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """Its dtype in memory."""
-        return DTYPES[self.dtype][0]
+    def numbers(self) -> int:
+        """Numbers in the whole tensor."""
+        return math.prod(self.shape)
 
     @property
     def code(self) -> str:
         """Its dtype in the file's header."""
-        return DTYPES[self.dtype][1]
+        return DTYPES[self.dtype]
 
 
 Table = dict[str, dict[str, Piece]]  # file -> tensor -> rows
@@ -65,7 +65,7 @@ def folders(replicas: int, shards: int) -> list[list[str]]:
     return [[shared_file(m) for m in range(shards)], *own]
 
 
-def pieces_of(shards: dict[str, Shard]) -> dict[str, Piece]:
+def pieces_of(shards: "dict[str, Shard]") -> dict[str, Piece]:
     """What a file with these shards holds.
 
     Raises:

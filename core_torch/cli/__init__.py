@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from core_torch.errors import EXIT_INTERRUPTED, ConfigError, TwinshardError
+from core_torch.errors import EXIT_INTERRUPTED, ConfigError, Preempted, TwinshardError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TwinshardError as error:
-        if not (isinstance(error, ConfigError) and _is_follower()):
+        if not (isinstance(error, ConfigError | Preempted) and _is_follower()):
             print(error, file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `twinshard ... | head`: nobody reads on, so there is nothing to say

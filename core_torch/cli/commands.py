@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 from core_torch import __version__
 from core_torch.cli.arguments import known_kinds, scan, show_help, wants_help
+from core_torch.cli.ckpt_hf_options import CkptExportOptions, CkptImportOptions
+from core_torch.cli.ckpt_options import (
+    CkptLsOptions,
+    CkptPruneOptions,
+    CkptShowOptions,
+    CkptVerifyOptions,
+)
+from core_torch.cli.launch_options import KubernetesOptions, SlurmOptions, TorchrunOptions
 from core_torch.cli.options import (
     BenchOptions,
     BenchSyncOptions,
@@ -25,6 +33,7 @@ from core_torch.cli.parity_options import (
     ParityRecordOptions,
     ParityRunOptions,
 )
+from core_torch.cli.plan_options import PlanOptions
 from core_torch.cli.worker import torchrun_place
 from core_torch.config import Problem, RunConfig, all_problems
 from core_torch.config_file import apply, load_values
@@ -79,6 +88,54 @@ COMMANDS = {
         1000,
         "core_torch.cli.report",
     ),
+    "ckpt ls": Command(
+        "ckpt ls RUN",
+        "Lists the commits of a run, and which do not count.",
+        (CkptLsOptions(),),
+        1,
+        1,
+        "core_torch.cli.ckpt",
+    ),
+    "ckpt verify": Command(
+        "ckpt verify RUN|STEP",
+        "Reads all files of commits: a damaged one ends with code 4.",
+        (CkptVerifyOptions(),),
+        1,
+        1,
+        "core_torch.cli.ckpt",
+    ),
+    "ckpt show": Command(
+        "ckpt show RUN|STEP",
+        "Shows what a commit holds: counters, settings, tensors, files.",
+        (CkptShowOptions(),),
+        1,
+        1,
+        "core_torch.cli.ckpt",
+    ),
+    "ckpt prune": Command(
+        "ckpt prune RUN",
+        "Deletes all but the newest commits of a run.",
+        (CkptPruneOptions(),),
+        1,
+        1,
+        "core_torch.cli.ckpt",
+    ),
+    "ckpt export": Command(
+        "ckpt export RUN",
+        "Writes the model of a run for Hugging Face's transformers.",
+        (CkptExportOptions(),),
+        1,
+        1,
+        "core_torch.cli.ckpt_hf",
+    ),
+    "ckpt import": Command(
+        "ckpt import DIR",
+        "Prepares a run that begins with a Llama in Hugging Face's files.",
+        (CkptImportOptions(),),
+        1,
+        1,
+        "core_torch.cli.ckpt_hf",
+    ),
     "bench shard": Command(
         "bench shard",
         "Measures ways to shard a model side by side: time, memory, communication.",
@@ -102,6 +159,38 @@ COMMANDS = {
         0,
         0,
         "core_torch.cli.graph",
+    ),
+    "plan": Command(
+        "plan [CONFIG.toml]",
+        "Foretells memory, messages, work and time of a run. Starts nothing.",
+        (PlanOptions(), RunConfig()),
+        0,
+        1,
+        "core_torch.cli.plan",
+    ),
+    "launch torchrun": Command(
+        "launch torchrun",
+        "Prints the line that starts a run on each of several machines.",
+        (TorchrunOptions(),),
+        0,
+        0,
+        "core_torch.cli.launch_scripts",
+    ),
+    "launch slurm": Command(
+        "launch slurm",
+        "Prints a script for sbatch that begins a run and goes on with it.",
+        (SlurmOptions(),),
+        0,
+        0,
+        "core_torch.cli.launch_scripts",
+    ),
+    "launch kubernetes": Command(
+        "launch kubernetes",
+        "Prints a manifest for kubectl, as JSON: an indexed Job and its Service.",
+        (KubernetesOptions(),),
+        0,
+        0,
+        "core_torch.cli.launch_scripts",
     ),
     "parity run": Command(
         "parity run",
@@ -238,7 +327,7 @@ def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
     problems += [Problem(word, "is one word too many") for word in extra]
     if len(words) < command.fewest_words:
         missing = [word for word in command.usage.split() if word.isupper()][len(words)]
-        what = "trace" if name.startswith("parity ") else "run"
+        what = "trace" if name.startswith("parity ") else "model" if missing == "DIR" else "run"
         problems.append(Problem(missing, f"is missing: the folder of a {what}"))
     options = []
     for base in command.bases:

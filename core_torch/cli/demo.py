@@ -17,6 +17,7 @@ from rich.console import Console
 from core_torch.cli.launch import launch
 from core_torch.cli.options import DemoOptions
 from core_torch.cli.progress import ProgressView
+from core_torch.cli.resume import Start
 from core_torch.cli.run_folder import DATA, LOGS, write_outcome
 from core_torch.cli.train import check_corpus
 from core_torch.config import (
@@ -161,7 +162,8 @@ def _train(configs: list[RunConfig], out: Path, console: Console) -> list[dict[s
         {
             "config": dataclasses.asdict(config),
             "data": str(out / DATA),
-            "resume": False,
+            "resume": Start(),
+            "stop_after": 0,
             "force": False,
             "prompt": PROMPT,
         }
@@ -178,7 +180,7 @@ def _train(configs: list[RunConfig], out: Path, console: Console) -> list[dict[s
     )
     with ProgressView() as view:
         result: list[dict[str, Any]] = launch(
-            {"kind": "train", "runs": runs},
+            {"kind": "train", "runs": runs, "preemptible": False},
             first.mesh.ranks,
             view,
             silence_seconds=SILENCE_SECONDS,

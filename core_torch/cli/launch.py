@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from core_torch.cli.events import Event, OnEvent, RankFailed, error_from
 from core_torch.cli.ranks import Place, Rank, Team
+from core_torch.cli.signals import SAME_SECONDS
 from core_torch.errors import EXIT_INTERRUPTED, PeerLost, TwinshardError
 
 GRACE_SECONDS = 3.0  # between asking a rank to end and making it end
@@ -38,7 +39,7 @@ class Interrupted(TwinshardError):
 class _Failure(NamedTuple):
     """Why a launch failed; the one with the least weight is the cause, others follow from it."""
 
-    weight: int
+    weight: int  # -1 asked to end, 0 a cause, 1 asked to stop, 2 a fault, 3 a lost peer
     error: TwinshardError
     log_of: Rank | None = None  # whose last lines help to understand it
 
@@ -52,6 +53,7 @@ def launch(
     silence_seconds: float | None = None,
     logs: Path | None = None,
     places: Sequence[Place] = (),
+    preemptible: bool = False,
 ) -> Any:
     """Runs a job on ``ranks`` processes and returns the result of rank 0.
 
@@ -63,6 +65,7 @@ def launch(
         silence_seconds: longest time without an event from any rank.
         logs: existing folder that keeps the ranks' output; a temporary one if None.
         places: where each rank runs, if not simply here.
+        preemptible: whether the ranks, told SIGTERM once, come to an end of their own.
 
     Raises:
         TwinshardError: the error of the rank that failed first; PeerLost if a rank was killed
@@ -72,7 +75,7 @@ def launch(
         folder = Path(name)  # readable by its owner only
         (folder / "job.json").write_text(json.dumps(job))
         team = Team(module, ranks, folder / "job.json", folder / "store", logs or folder, places)
-        with _Launch(on_event, silence_seconds, signals) as running:
+        with _Launch(on_event, silence_seconds, signals, preemptible) as running:
             for number in range(ranks):
                 running.add(Rank.start(team, number))
             while not running.has_ended():
@@ -109,7 +112,12 @@ class _Signals:
 class _Launch:
     """The running ranks, what they said, and the signals that they are still to get."""
 
-    def __init__(self, on_event: OnEvent, silence: float | None, signals: _Signals) -> None:
+    def __init__(
+        self, on_event: OnEvent, silence: float | None, signals: _Signals, preemptible: bool
+    ) -> None:
+        self._preemptible = preemptible
+        self._asked: _Failure | None = None  # a SIGTERM that the ranks were left to obey
+        self._asked_at = 0.0
         self._on_event = on_event
         self._silence = silence
         self._signals = signals
@@ -148,7 +156,8 @@ class _Launch:
         """What rank 0 returned; raises the error that explains the others."""
         if all(rank.done for rank in self._ranks):
             return self._ranks[0].result
-        cause = min(self._failures, key=lambda failure: failure.weight)
+        asked = [] if self._asked is None else [self._asked]
+        cause = min(self._failures + asked, key=lambda failure: failure.weight)
         if cause.log_of and (tail := cause.log_of.tail()):
             cause.error.likely += f"; the end of its log:{tail}"
         raise cause.error
@@ -183,9 +192,9 @@ class _Launch:
         error = error_from(event, rank.number)
         if isinstance(error, RankFailed):
             error.likely = "a fault of Twinshard"
-            return _Failure(1, error, rank)
+            return _Failure(2, error, rank)
         # To lose a peer is mostly the consequence of another rank's error.
-        return _Failure(2 if isinstance(error, PeerLost) else 0, error)
+        return _Failure(3 if isinstance(error, PeerLost) else 0, error)
 
     def _judge_end(self, rank: Rank) -> None:
         """Notes a failure if the rank ended without a result and without saying why."""
@@ -194,7 +203,10 @@ class _Launch:
         code = rank.exit_code or 0
         if code >= 0:
             what = f"rank {rank.number} ended with exit code {code} and no result"
-            self._fail(_Failure(1, RankFailed(what, likely="a fault of Twinshard"), rank))
+            self._fail(_Failure(2, RankFailed(what, likely="a fault of Twinshard"), rank))
+            return
+        if self._asked is not None and code == -signal.SIGTERM:  # too early to know better
+            self._fail(self._asked)
             return
         name = signal.Signals(-code).name
         likely = "out of memory, or somebody killed it" if name == "SIGKILL" else "a native fault"
@@ -212,12 +224,21 @@ class _Launch:
             ]
 
     def _pass_signals_on(self) -> None:
-        new = self._signals.received[self._obeyed :]
+        new, now = self._signals.received[self._obeyed :], time.monotonic()
+        if new and self._asked is not None and now - self._asked_at < SAME_SECONDS:
+            same = [number for number in new if number == signal.SIGTERM]
+            self._obeyed += len(same)
+            new = [number for number in new if number != signal.SIGTERM]
         if not new:
             return
+        error = Interrupted(f"{new[0].name}", where=self._where())
+        if self._preemptible and self._obeyed == 0 and new[0] == signal.SIGTERM:
+            self._obeyed, self._asked, self._asked_at = 1, _Failure(1, error), now
+            for rank in self._ranks:
+                rank.send(new[0])
+            return
         self._obeyed += len(new)
-        now = time.monotonic()
-        self._failures.append(_Failure(-1, Interrupted(f"{new[0].name}", where=self._where())))
+        self._failures.append(_Failure(-1, error))
         if self._obeyed == 1:
             self._to_send = [(now, new[0]), (now + GRACE_SECONDS, signal.SIGKILL)]
         else:  # asked again: at once
@@ -234,7 +255,7 @@ class _Launch:
             where=self._where(),
             likely="a rank hangs, or the machine is overloaded",
         )
-        self._failures.append(_Failure(1, error, mute[0]))
+        self._failures.append(_Failure(2, error, mute[0]))
         self._to_send = [
             (now, signal.SIGUSR1),  # stacks into the logs
             (now + _STACKS_SECONDS, signal.SIGKILL),

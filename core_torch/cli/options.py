@@ -9,6 +9,7 @@ from typing import Literal
 from core_torch.bench.link import parse_network
 from core_torch.bench.plan import FEWEST_STEPS, SIZES, VARIANTS
 from core_torch.config import METHODS, ModelConfig, Problem
+from core_torch.config_base import at_least
 from core_torch.errors import ConfigError
 
 
@@ -16,12 +17,16 @@ from core_torch.errors import ConfigError
 class TrainOptions:
     """How to begin a run."""
 
-    resume: Literal["no", "auto"] = "no"  # auto: go on from the last commit, if there is one
+    resume: str = "never"  # auto: go on from the last commit, if any; or a commit or run folder
+    stop_after: int = 0  # inner step at which to commit and end, as if preempted; 0: none
     force: bool = False  # take the folder from another process that seems to hold it
 
     def validate(self) -> list[Problem]:
-        """Nothing can be wrong."""
-        return []
+        """Problems of these options."""
+        problems = at_least(0, self, "stop_after")
+        if not self.resume:
+            problems.append(Problem("resume", "is never, auto, or the path of a commit or run"))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

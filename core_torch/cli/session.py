@@ -3,6 +3,7 @@
 ``train`` runs one session, ``demo`` several on the same mesh, one after the other.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,16 +12,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from core_torch.checkpoint.export import empty_model, export_model, load_model
+from core_torch.checkpoint.export import FILE, empty_model, export_model, load_model
 from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import save
 from core_torch.checkpoint.snapshot import layout_of, restore, snapshot
 from core_torch.cli.events import OnEvent
 from core_torch.cli.options import SampleOptions
+from core_torch.cli.preemption import Agreement, Wish
 from core_torch.cli.sample import continue_text
+from core_torch.cli.signals import StopWish
 from core_torch.collectives import gather_json
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus
+from core_torch.errors import Preempted
 from core_torch.mesh import Mesh
 from core_torch.report.records import RecordWriter, load_run, write_json
 from core_torch.report.summary import summarise
@@ -41,6 +45,8 @@ class Session:
         corpus: prepared.
         resume_from: folder of a committed step to go on from; None starts anew.
         emit: takes events: "begin", then "step" after each inner step.
+        asked: whether a signal asks this process to stop; None: none can.
+        stop_after: inner step at which the run commits and ends as if asked to; 0: none.
     """
 
     def __init__(
@@ -51,18 +57,30 @@ class Session:
         *,
         resume_from: Path | None,
         emit: OnEvent,
+        asked: StopWish | None = None,
+        stop_after: int = 0,
     ) -> None:
         self.config, self.mesh, self.corpus, self.emit = config, mesh, corpus, emit
         self.folder = Path(config.run)
         mesh.ledger.reset()
-        self.state: TrainState = build(config, mesh, corpus)
+        self.state: TrainState = build(config, mesh, corpus, resumes=resume_from is not None)
         self.committed: int | None = None  # step of the newest commit
         if resume_from is not None:
             restore(self.state, read(resume_from, layout=layout_of(mesh)))
-            self.committed = self.state.common_step
+        continues = resume_from is not None and resume_from.resolve().is_relative_to(
+            self.folder.resolve()
+        )
+        self.committed = self.state.common_step if continues else None
+        self.agreement, self.asked = Agreement(self.state), asked or StopWish()
+        self.stop_after = 0 if self.state.step >= stop_after else stop_after
+        self._committed_at = time.monotonic()
 
     def run(self) -> dict[str, Any] | None:
-        """Trains to the end. Returns the summary on the lead, None on other ranks."""
+        """Trains to the end. Returns the summary on the lead, None on other ranks.
+
+        Raises:
+            Preempted: asked to stop, it committed a step; on all ranks, after the same step.
+        """
         state = self.state
         self.emit(
             {
@@ -72,21 +90,58 @@ class Session:
                 "steps": self.config.train.steps,
             }
         )
+        if self.mesh.is_lead:  # the model of an earlier end is older than what comes now
+            (self.folder / FILE).unlink(missing_ok=True)
         with self._records() as write:
             for record in train(state):
                 write(record, record.round)
-                if self._commit_is_due():
-                    self.commit()
+                stops = self._commit_if_due()
                 self.emit({"event": "step", **record.as_line(), "committed": self.committed})
+                if stops:
+                    raise self._preempted()
+            self.agreement.close()
             self.commit()  # before the closing round, so that the run can be extended exactly
             for event in finish(state):
                 write(None, event)
         return self._conclude()
 
-    def _commit_is_due(self) -> bool:
+    def _commit_if_due(self) -> bool:
+        """Commits if it is time; True if the run stops here, on all ranks alike."""
+        by_votes = self.agreement.is_by_votes
+        mine = Wish(stop=bool(self.asked.signal) or self._is_over, commit=self._time_is_up())
+        wish = self.agreement.after_step(mine)
+        if self._is_over and not by_votes:  # all count the same steps, so nobody has to ask
+            wish = Wish(stop=True)
+        if not self._commit_is_due(wished=wish.stop or wish.commit):
+            return False
+        if by_votes:  # all commit here, and learn who stops
+            wish = self.agreement.ask(mine)
+        self.commit()
+        return wish.stop
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the step after which to stop is reached."""
+        return 0 < self.stop_after <= self.state.step
+
+    def _time_is_up(self) -> bool:
+        """Whether by the lead's clock it is time to commit; the others obey."""
+        seconds = self.config.checkpoint.seconds
+        if seconds is None or not self.mesh.is_lead:
+            return False
+        return time.monotonic() - self._committed_at >= seconds
+
+    def _preempted(self) -> Preempted:
+        self.agreement.close()
+        why = f"--stop-after {self.stop_after}" if self._is_over else "SIGTERM, to it or to a rank"
+        step = self.state.common_step
+        return Preempted(f"step {step} is committed, the rest is still to do", likely=why)
+
+    def _commit_is_due(self, *, wished: bool = False) -> bool:
         """Whether to commit after this step. Replicas of unequal speed vote on it in a round."""
         every, sync = self.config.checkpoint.every, self.state.sync
-        is_mine = every > 0 and self.state.step % every == 0
+        is_mine = isinstance(every, int) and every > 0 and self.state.step % every == 0
+        is_mine |= wished
         if sync is None or not sync.is_timed or sync.state is None:
             return is_mine
         sync.votes.wants_checkpoint |= is_mine
@@ -109,6 +164,7 @@ class Session:
             keep=self.config.checkpoint.keep,
         )
         self.committed = step
+        self._committed_at = time.monotonic()
 
     @contextmanager
     def _records(self) -> Iterator[Write]:

@@ -3,6 +3,7 @@
 ``train_rank`` is what the ranks do. Under torchrun this process is a rank itself.
 """
 
+import contextlib
 import dataclasses
 import shlex
 from pathlib import Path
@@ -13,11 +14,12 @@ from core_torch.cli.events import OnEvent
 from core_torch.cli.launch import Interrupted, launch
 from core_torch.cli.options import TrainOptions
 from core_torch.cli.progress import ProgressView
+from core_torch.cli.resume import Start, start_of
 from core_torch.cli.run_folder import CONFIG, DATA, LOGS, check_unused, named, write_outcome
 from core_torch.cli.worker import run_here, torchrun_place
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus, prepare
-from core_torch.errors import EXIT_OK, ConfigError, PeerLost, TwinshardError
+from core_torch.errors import EXIT_OK, ConfigError, PeerLost, Preempted, TwinshardError
 from core_torch.report.text import counted, fixed, human_bytes, human_count, method_title, one_line
 
 _PATIENCE_SECONDS = 60.0  # the ranks' own deadline comes first, and says more
@@ -37,7 +39,8 @@ def run(options: tuple[TrainOptions, RunConfig], words: list[str]) -> int:
         )
     config = named(config, under_torchrun=torchrun_place() is not None)
     try:
-        summary = train_run(config, resume=own.resume == "auto", force=own.force)
+        start = start_of(own.resume, config)
+        summary = train_run(config, start, force=own.force, stop_after=own.stop_after)
     except ConfigError:
         raise  # the run did not begin: the folder may be another's
     except TwinshardError as error:
@@ -50,39 +53,48 @@ def run(options: tuple[TrainOptions, RunConfig], words: list[str]) -> int:
 
 
 def train_run(
-    config: RunConfig, *, resume: bool = False, force: bool = False
+    config: RunConfig, start: Start, *, force: bool, stop_after: int
 ) -> dict[str, Any] | None:
     """Trains ``config`` and returns its summary, or None on ranks other than the first.
+
+    Args:
+        config: of the run; its folder is known.
+        start: where it begins.
+        force: take the folder from another process that seems to hold it.
+        stop_after: inner step at which to commit and end; 0 for none.
 
     Raises:
         TwinshardError: see the classes in ``errors``.
     """
     folder = Path(config.run)
-    if not resume:
+    if not start.continues:
         check_unused(config)
-    check_corpus(config, prepare(config.data, folder / DATA))
+    corpus = prepare(config.data, folder / DATA)
+    check_corpus(config, corpus)
+    if config.train.init and start.folder is None:
+        check_weights(config, corpus)
     entry = {
         "config": dataclasses.asdict(config),
         "data": str(folder / DATA),
-        "resume": resume,
+        "resume": start,
+        "stop_after": stop_after,
         "force": force,
         "prompt": None,
     }
-    job = {"kind": "train", "runs": [entry]}
+    job = {"kind": "train", "runs": [entry], "preemptible": True}
     place = torchrun_place()
-    if place is not None and place.rank > 0:
-        run_here(job, place, lambda event: None)
-        return None
-    with ProgressView() as view:
-        try:
+    view = ProgressView() if place is None or place.rank == 0 else None
+    try:
+        with view or contextlib.nullcontext():
             if place is not None:
-                [summary] = run_here(job, place, view)
+                [summary] = run_here(job, place, view or (lambda event: None))
             else:
+                assert view is not None
                 [summary] = _launch(job, config, view)
-        except (Interrupted, PeerLost) as error:
-            error.next = error.next or resume_command(config)
-            raise
-    checked: dict[str, Any] = summary
+    except (Interrupted, PeerLost, Preempted) as error:
+        error.next = error.next or resume_command(config)
+        raise
+    checked: dict[str, Any] | None = summary
     return checked
 
 
@@ -100,6 +112,18 @@ def check_corpus(config: RunConfig, corpus: Corpus) -> None:
             next="--model.vocabulary 0 takes the tokenizer's",
         )
     corpus.check(sequence=config.data.sequence, draws=config.mesh.ranks * config.data.batch)
+
+
+def check_weights(config: RunConfig, corpus: Corpus) -> None:
+    """Checks that the run can begin with the weights of ``train.init``.
+
+    Raises:
+        TwinshardError: they are missing, damaged, or of another model.
+    """
+    from core_torch.hf.folder import check_init  # brings torch along
+
+    vocabulary = config.model.vocabulary or corpus.tokenizer.vocabulary
+    check_init(config.train.init, dataclasses.replace(config.model, vocabulary=vocabulary))
 
 
 def resume_command(config: RunConfig) -> str:
@@ -149,4 +173,6 @@ def _launch(job: dict[str, Any], config: RunConfig, on_event: OnEvent) -> Any:
     logs = Path(config.run) / LOGS
     logs.mkdir(mode=0o700, exist_ok=True)
     silence = config.mesh.deadline_seconds + _PATIENCE_SECONDS
-    return launch(job, config.mesh.ranks, on_event, silence_seconds=silence, logs=logs)
+    return launch(
+        job, config.mesh.ranks, on_event, silence_seconds=silence, logs=logs, preemptible=True
+    )

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from core_torch.checkpoint.commit import COMMIT, commits, inspect, latest, prune
 from core_torch.checkpoint.files import decode, encode
-from core_torch.checkpoint.load import newest_sound, read, verify
+from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import Gather
+from core_torch.checkpoint.sound import newest_sound, verify
 from core_torch.checkpoint.state import Layout, SavedState, Shard, canonical, restore_into
 from core_torch.errors import CheckpointError, CheckpointMismatch
 from core_torch.tests.checkpoint_cases import (

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import save_file
 
 from core_torch.checkpoint.commit import COMMIT, read_commit
-from core_torch.checkpoint.load import newest_sound, read, verify
+from core_torch.checkpoint.load import read
+from core_torch.checkpoint.sound import newest_sound, verify
 from core_torch.checkpoint.state import Layout
 from core_torch.errors import CheckpointCorrupt, CheckpointMismatch
 from core_torch.tests.checkpoint_cases import (

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from core_torch.checkpoint.commit import COMMIT, commits, latest, sweep
-from core_torch.checkpoint.load import read, verify
+from core_torch.checkpoint.load import read
 from core_torch.checkpoint.run_lock import run_lock
 from core_torch.checkpoint.save import Gather
+from core_torch.checkpoint.sound import verify
 from core_torch.checkpoint.state import Layout, SavedState, Shard
 from core_torch.errors import CheckpointError, ConfigError
 from core_torch.tests.checkpoint_cases import (

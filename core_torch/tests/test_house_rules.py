@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("core_torch", "reference_jax", "parity_tests")
 READING_ORDER = (
-    "errors config_base config_sync config collectives mesh sketch trace data models adamw "
+    "errors config_base config_sync config collectives mesh sketch trace data models hf adamw "
     "schedules shard sync taps train checkpoint report simulate bench cli"
 ).split()
 STANDARD_LIBRARY_ONLY = ("errors", "config_base", "config_sync", "config", "config_file")

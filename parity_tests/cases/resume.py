@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -10,9 +11,19 @@ from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import save
 from core_torch.checkpoint.snapshot import layout_of, restore
 from core_torch.checkpoint.snapshot import snapshot as saved_state
+from core_torch.cli import session as session_module
+from core_torch.cli.signals import StopWish
 from core_torch.collectives import gather_json
+from core_torch.errors import Preempted
 from core_torch.train import TrainState, train
-from parity_tests.cases.equalities import Account, Changes, account_of, begin, snapshot
+from parity_tests.cases.equalities import (
+    Account,
+    Changes,
+    account_of,
+    begin,
+    configured,
+    snapshot,
+)
 
 
 def interrupted(
@@ -49,6 +60,44 @@ def commit_at(state: TrainState, folder: Path, stop: int) -> None:
     steps, timed = train(state), state.sync is not None and state.sync.is_timed
     while not (has_agreed(state, stop) if timed else state.step >= stop):
         next(steps)
+    commit(state, folder)
+
+
+def preempted(
+    changes: Changes, folder: str, stop: int, step_ns: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Trains as the command does; a signal asks rank 1 to stop after its step ``stop``.
+
+    Returns:
+        Step of the commit and own steps. All ranks take part.
+    """
+    state = begin(changes, step_ns=step_ns)
+    assert state is not None, "a commit speaks to all ranks of the world"
+    asked, config = StopWish(), configured(state.config, {"run": folder})
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == stop and dist.get_rank() == 1:
+            asked.signal = "SIGTERM"
+
+    with mock.patch.object(session_module, "build", lambda *_, **__: state):
+        session = session_module.Session(
+            config, state.mesh, state.corpus, resume_from=None, emit=on_event, asked=asked
+        )
+    with mock.patch.object(session, "commit", lambda: commit(state, Path(folder))):
+        try:
+            session.run()
+        except Preempted:
+            return {"commit": state.common_step, "steps": state.step}
+    raise AssertionError("the run did not stop")
+
+
+def go_on(changes: Changes, folder: str, step_ns: Sequence[int] = ()) -> Account:
+    """What a newly built run does from the newest commit to its end."""
+    return account_of(resumed(changes, folder, step_ns))
+
+
+def commit(state: TrainState, folder: Path) -> None:
+    """Saves the step; all ranks of the world take part."""
     device = state.mesh.device
 
     def gather(value: Any) -> list[Any]:
