@@ -8,7 +8,13 @@ from parity_tests.cases import library
 from parity_tests.checks.trajectories import same
 from parity_tests.harness.pool import RankPool
 
-HOW = ("fsdp2", "fsdp2 root", "simple_fsdp", "compiled", "plain")
+HOW = (
+    "fsdp2",
+    pytest.param("fsdp2 root", marks=pytest.mark.only_full),
+    pytest.param("simple_fsdp", marks=pytest.mark.only_full),
+    "compiled",
+    "plain",
+)
 
 
 def agreed(ranks: list[Any]) -> Any:
@@ -31,7 +37,17 @@ def test_layer_by_layer_in_the_forward_a_loop_gets_the_numbers_of_whole_rounds(
     assert inside[0]["losses"] != inside[2]["losses"], "replicas saw the same data"
 
 
-@pytest.mark.parametrize("method", ["post_local_sgd", "diloco", "streaming_diloco", "co2", "aedit"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(
+            pytest.param(method, marks=pytest.mark.only_full)
+            for method in ("post_local_sgd", "diloco", "co2")
+        ),
+        "streaming_diloco",
+        "aedit",
+    ],
+)
 def test_the_context_manager_makes_the_same_calls(pool: RankPool, method: str) -> None:
     changes: dict[str, Any] = {"method": method, "every": 4}
     if method == "aedit":
@@ -46,11 +62,11 @@ def test_the_context_manager_makes_the_same_calls(pool: RankPool, method: str) -
 @pytest.mark.parametrize(
     ("changes", "stop"),
     [
-        ({}, 1),  # in the warm-up
+        pytest.param({}, 1, marks=pytest.mark.only_full),  # in the warm-up
         ({}, 5),  # a round waits for the next forward
         ({"method": "streaming_diloco", "every": 4, "wire": "int8"}, 6),  # one is in flight
         ({"method": "co2_star", "every": 3}, 7),
-        ({"method": "diloco", "offload": True}, 6),
+        pytest.param({"method": "diloco", "offload": True}, 6, marks=pytest.mark.only_full),
     ],
     ids=["warm-up", "due", "in flight", "co2_star", "offload"],
 )

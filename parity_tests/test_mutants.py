@@ -150,13 +150,9 @@ SEEN_BY: dict[str, tuple[str, ...]] = {
 }
 FORMULAS_ONLY = {"re-armed one flag late", "the mean counts the excluded"}
 CHOSEN = {
-    "rotary pairs halves",
     "outer momentum dropped",
     "local gradients divided by N M",
-    "pseudo-gradient of the wrong sign",
-    "norms of one shard",
     "no weight decay",
-    "micro-batches summed",
     "nobody is healed",
     "weights not renormalised after exclusion",
     "no spike test before the statistics are warm",

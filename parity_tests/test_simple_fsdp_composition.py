@@ -16,7 +16,6 @@ from parity_tests.harness import tolerances
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 
-EAGER_AND_COMPILED = pytest.mark.parametrize("options", [None, {}], ids=["eager", "manual"])
 MODEL = tolerances.model("float64", layers=LAYERS, width=VOCABULARY)
 ODD = tolerances.model("float64", layers=2, width=sharded_modules.ODD_VOCABULARY)
 
@@ -79,7 +78,9 @@ def test_odd_parameters_have_the_gradient_of_one_process_in_every_mode(
             errors.check("odd gradients over meshes", rank[name], grad, ODD, where=name)
 
 
-@EAGER_AND_COMPILED
+@pytest.mark.parametrize(
+    "options", [None, pytest.param({}, marks=pytest.mark.only_full)], ids=["eager", "manual"]
+)
 def test_sharding_around_tensor_parallelism_trains_as_one_process(
     pool: RankPool, errors: ErrorTable, options: dict[str, Any] | None
 ) -> None:
@@ -164,7 +165,9 @@ def test_a_checkpoint_of_four_shards_loads_on_two_and_on_one(
 
 
 @pytest.mark.parametrize(
-    "first, then", [({}, SIMPLE), (SIMPLE, {})], ids=["from fsdp2", "to fsdp2"]
+    "first, then",
+    [({}, SIMPLE), pytest.param(SIMPLE, {}, marks=pytest.mark.only_full)],
+    ids=["from fsdp2", "to fsdp2"],
 )
 def test_a_run_changes_between_fsdp2_and_simple_fsdp_at_a_checkpoint_and_no_bit_changes(
     pool: RankPool, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]

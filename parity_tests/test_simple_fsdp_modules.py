@@ -15,7 +15,6 @@ from parity_tests.harness.jax_bridge import assemble
 from parity_tests.harness.pool import RankPool
 from parity_tests.harness.ulps import ErrorTable
 
-EAGER_AND_COMPILED = pytest.mark.parametrize("options", [None, {}], ids=["eager", "manual"])
 ODD = tolerances.model("float64", layers=2, width=sharded_modules.ODD_VOCABULARY)
 FROZEN = ["frozen.weight", "frozen.bias"]
 
@@ -126,7 +125,9 @@ def test_a_person_reads_full_weights_from_a_sharded_model(pool: RankPool) -> Non
         assert rank["class"] == "ShardedBlock" and rank["is a block"]
 
 
-@EAGER_AND_COMPILED
+@pytest.mark.parametrize(
+    "options", [None, pytest.param({}, marks=pytest.mark.only_full)], ids=["eager", "manual"]
+)
 def test_evaluation_without_gradients_sees_the_same_model(
     pool: RankPool, options: dict[str, Any] | None
 ) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 from parity_tests.checks.cells import (
     COVERING,
     DTYPES,
@@ -20,7 +22,10 @@ from parity_tests.harness.ulps import ErrorTable
 def test_sixteen_steps_agree_phase_by_phase_and_run_against_run(
     pool: RankPool, errors: ErrorTable, cell: Cell, is_full: bool
 ) -> None:
-    # Float64 says whether a phase is right; whether float32 is as accurate, whole runs show too.
+    # Float64 says whether a phase is right; whether float32 is as accurate, whole runs show too,
+    # here on four ranks by default, and elsewhere in test_golden.py and ``twinshard parity run``.
+    if cell.replicas == 1 and cell.dtype == "float32" and not is_full:
+        pytest.skip("float32 of one replica: only with --full")
     run_and_compare(pool, errors, cell, locked=is_full or cell.dtype == "float64")
 
 
