@@ -1,10 +1,12 @@
 """Known faults, and where the comparison of traces finds them."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from core_torch.cli import main
 from parity_tests.harness.engine_mutants import ENGINE_MUTANTS
 from parity_tests.harness.mutants import MUTANTS
 from parity_tests.harness.pool import RankPool
@@ -34,8 +36,9 @@ def test_each_fault_is_found_where_it_acts_and_nothing_without_one(
     }
 
 
-def test_a_fault_that_is_seen_elsewhere_is_not_taken_for_found() -> None:
-    result = CellResult(
+def result_at(phase: str) -> CellResult:
+    """A comparison that parted in a phase; in none if that is empty."""
+    return CellResult(
         method="co2",
         mesh="2x2",
         dtype="float64",
@@ -43,16 +46,38 @@ def test_a_fault_that_is_seen_elsewhere_is_not_taken_for_found() -> None:
         core="fsdp2",
         worst_ulps=1e9,
         tolerance_ulps=1.0,
-        phase="sync.outer",
+        phase=phase,
         tensor="",
-        ok=False,
+        ok=not phase,
     )
+
+
+def test_a_fault_that_is_seen_elsewhere_is_not_taken_for_found() -> None:
     name = "no staleness gap"
-    found = canary.Found(name, BIRDS[name], True, "sync.clip", "model", result)
+    found = canary.Found(name, BIRDS[name], True, "sync.clip", "model", result_at("sync.clip"))
     assert found.ok
     assert not found._replace(phase="sync.outer").ok
     assert not found._replace(unit="embedding").ok
     assert not found._replace(caught=False).ok
+
+
+@pytest.mark.parametrize(("phase", "code"), [("sync.clip", 0), ("sync.outer", 1)])
+def test_the_command_tells_where_faults_were_found_and_ends_with_1_if_one_was_not(
+    phase: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "no staleness gap"
+    found = canary.Found(name, BIRDS[name], True, phase, "model", result_at(phase))
+    sound = canary.Found("no fault: co2", None, False, "", "", result_at(""))
+    monkeypatch.setattr(canary, "run", lambda pool, names, tell: [sound, found])
+    path = tmp_path / "canary.json"
+    assert main(["parity", "canary", "--only", name, "--json", str(path)]) == code
+    line = {"name": name, "caught": True, "phase": phase, "unit": "model", "localised": code == 0}
+    assert json.loads(path.read_text()) == {"mutants": [line]}
+    assert f"1 of 1 faults caught, {1 - code} where they act" in capsys.readouterr().out
 
 
 def test_every_phase_but_the_start_has_a_fault_and_every_cell_is_used() -> None:
