@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from core_torch.config import METHODS
 from parity_tests.harness.pool import RankPool
 from parity_tests.instrument import golden
-from parity_tests.instrument.cells import METHODS
 from parity_tests.instrument.diff import compare
 from parity_tests.instrument.files import Trace, UnreadableTrace, read_trace
 from parity_tests.instrument.recording import (

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from core_torch.config import RunConfig, all_problems
+from core_torch.config import METHODS, RunConfig, all_problems
 from parity_tests.cases.equalities import configured
 from parity_tests.checks.cells import core_changes
-from parity_tests.instrument.cells import FACTORS, METHODS, cell_of, covering, dtype_of, product
+from parity_tests.instrument.cells import FACTORS, cell_of, covering, dtype_of, product
 
 
 def test_the_default_cells_hold_every_pair_of_choices_and_each_method_four_times() -> None:

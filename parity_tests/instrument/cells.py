@@ -8,18 +8,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from core_torch.config import METHODS
 from parity_tests.checks.cells import MESHES, MODELS, SECOND, Cell
 
-METHODS = (
-    "synchronous",
-    "post_local_sgd",
-    "diloco",
-    "streaming_diloco",
-    "co2",
-    "co2_star",
-    "edit",
-    "aedit",
-)
 DTYPES = ("float64", "float32", "bfloat16")  # the last: bfloat16 compute, float32 parameters
 CORES = ("fsdp2", "simple_fsdp", "simple_fsdp_aot")  # the last: compiled, aot_eager
 PACES = (SECOND, 2 * SECOND, 3 * SECOND, 9 * SECOND)  # of a step of replicas 0 to 3, by the clock

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from core_torch.config import METHODS
 from parity_tests.checks.cells import Cell, Sharding
 from parity_tests.harness.pool import RankPool
-from parity_tests.instrument.cells import METHODS, cell_of
+from parity_tests.instrument.cells import cell_of
 from parity_tests.instrument.diff import compare
 from parity_tests.instrument.files import AGAIN, Trace, UnreadableTrace, read_trace
 from parity_tests.instrument.recording import (
