@@ -127,19 +127,34 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """Ranks = replicas x shards."""
+    """Ranks = replicas x pp x shards x tp; the last three hold one copy of the model."""
 
     replicas: int = 1  # copies that drift apart between sync rounds
-    shards: int = 1  # ranks that hold one copy
+    shards: int = 1  # ranks over which a stage is sharded; each sees data of its own
+    pp: int = 1  # pipeline stages
+    tp: int = 1  # ranks that cut each matrix product (tensor parallel)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if every rank has one
     deadline_seconds: float = 600.0  # longest wait for another rank
 
     @property
     def ranks(self) -> int:
+        return self.replicas * self.pp * self.shards * self.tp
+
+    @property
+    def readers(self) -> int:
+        """Ranks that see data of their own."""
         return self.replicas * self.shards
 
+    @property
+    def product(self) -> str:
+        """The ranks as a product, for messages."""
+        sizes = {name: getattr(self, name) for name in ("replicas", "pp", "shards", "tp")}
+        shown = (f"mesh.{n} {k}" for n, k in sizes.items() if k > 1 or n in ("replicas", "shards"))
+        return " x ".join(shown)
+
     def validate(self) -> list[Problem]:
-        return at_least(1, self, "replicas", "shards") + above(0, self, "deadline_seconds")
+        problems = at_least(1, self, "replicas", "shards", "pp", "tp")
+        return problems + above(0, self, "deadline_seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,7 +293,7 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all replicas together see in one inner step each."""
-        sequences = self.mesh.ranks * self.train.accumulate * self.data.batch
+        sequences = self.mesh.readers * self.train.accumulate * self.data.batch
         return sequences * self.data.sequence
 
     @property

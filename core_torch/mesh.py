@@ -1,9 +1,9 @@
 """The device mesh: which ranks form a replica, which hold the same shard.
 
 The only reader of RANK, WORLD_SIZE and LOCAL_RANK. Ranks are replica-major: rank
-``n * shards + m`` holds shard m of replica n. Replica traffic, and the small messages of a
-sync round over the shard axis, have process groups of their own, so that they never queue
-behind a parameter gather.
+``((n * pp + p) * shards + m) * tp + t`` holds slice t of shard m of stage p of replica n. Replica
+traffic, and the small messages that a replica's ranks exchange in a step or a sync round, have
+process groups of their own, so that they never queue behind a parameter gather.
 """
 
 import os
@@ -46,7 +46,7 @@ class Mesh:
 
     torch_mesh: DeviceMesh
     axes: dict[str, Axis]
-    round_shard: Axis  # the shard axis again, with a group of its own for sync rounds
+    model: Axis  # all ranks of this replica, with a group of its own for small messages
     device: torch.device
     ledger: Ledger
 
@@ -65,13 +65,21 @@ class Mesh:
         return self.axis("replica")
 
     @property
+    def pp(self) -> Axis:
+        return self.axis("pp")
+
+    @property
     def shard(self) -> Axis:
         return self.axis("shard")
 
     @property
+    def tp(self) -> Axis:
+        return self.axis("tp")
+
+    @property
     def is_lead(self) -> bool:
         """True on the one rank that writes what all ranks agree on."""
-        return self.replica.index == 0 and self.shard.index == 0
+        return self.replica.index == 0 and self.model.index == 0
 
 
 def pick_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:
@@ -95,17 +103,18 @@ def build_mesh(config: MeshConfig, device: torch.device) -> Mesh:
     """Builds the mesh over an initialised default process group.
 
     Raises:
-        ConfigError: the world has another size than replicas x shards.
+        ConfigError: the world has another size than replicas x pp x shards x tp.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if world != config.ranks:
         raise ConfigError(
-            f"mesh.replicas {config.replicas} x mesh.shards {config.shards} needs "
-            f"{config.ranks} ranks, {world} were started",
+            f"{config.product} needs {config.ranks} ranks, {world} were started",
             next=f"start {config.ranks} ranks, or change --mesh.replicas / --mesh.shards",
         )
-    shape = (config.replicas, config.shards)
-    torch_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+    sizes = dict(zip(AXES, (config.replicas, config.pp, config.shards, config.tp), strict=True))
+    names = tuple(n for n in AXES if sizes[n] > 1 or n in ("replica", "shard"))
+    shape = tuple(sizes[n] for n in names)
+    torch_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     ledger = Ledger()
     axes = {
         name: Axis(
@@ -115,14 +124,15 @@ def build_mesh(config: MeshConfig, device: torch.device) -> Mesh:
             torch_mesh.get_local_rank(name),
             ledger,
         )
-        for name in ("replica", "shard")
+        for name in names
     }
     deadline = timedelta(seconds=config.deadline_seconds)
-    rows = [[n * config.shards + m for m in range(config.shards)] for n in range(config.replicas)]
+    size = world // config.replicas  # ranks of a replica
+    rows = [list(range(first, first + size)) for first in range(0, world, size)]
     groups = [dist.new_group(row, timeout=deadline) for row in rows]  # every rank makes all
-    shard = axes["shard"]
-    own = Axis("shard", groups[rank // config.shards], shard.size, shard.index, ledger)
-    return Mesh(torch_mesh, axes, own, device, ledger)
+    kind = "shard" if size == config.shards else "model"
+    model = Axis(kind, groups[rank // size], size, rank % size, ledger)
+    return Mesh(torch_mesh, axes, model, device, ledger)
 
 
 def mesh_of(torch_mesh: DeviceMesh, *, deadline_seconds: float = 600.0) -> Mesh:

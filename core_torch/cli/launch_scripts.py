@@ -49,8 +49,8 @@ def check_ranks(options: LaunchOptions) -> None:
     ranks = options.nodes * options.ranks_per_node
     if mesh.ranks != ranks:
         raise ConfigError(
-            f"{options.config}: mesh.replicas {mesh.replicas} x mesh.shards {mesh.shards} is "
-            f"{mesh.ranks} ranks; {options.nodes} nodes x {options.ranks_per_node} are {ranks}",
+            f"{options.config}: {mesh.product} is {mesh.ranks} ranks; "
+            f"{options.nodes} nodes x {options.ranks_per_node} are {ranks}",
             next="other --nodes and --ranks-per-node, or another mesh in the file",
         )
 

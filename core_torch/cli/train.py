@@ -111,7 +111,7 @@ def check_corpus(config: RunConfig, corpus: Corpus) -> None:
             f"model.vocabulary: {known} is less than the tokenizer's {needed}",
             next="--model.vocabulary 0 takes the tokenizer's",
         )
-    corpus.check(sequence=config.data.sequence, draws=config.mesh.ranks * config.data.batch)
+    corpus.check(sequence=config.data.sequence, draws=config.mesh.readers * config.data.batch)
 
 
 def check_weights(config: RunConfig, corpus: Corpus) -> None:

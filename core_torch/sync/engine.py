@@ -48,7 +48,7 @@ class LocalSGD:
         trigger: StepTrigger | TimeTrigger,
     ) -> None:
         self.units, self.optimizer, self.rules, self.trigger = units, optimizer, rules, trigger
-        self.axes = Axes(mesh.replica, mesh.round_shard)
+        self.axes = Axes(mesh.replica, mesh.model)
         self.step = 0  # own: completed inner steps of this replica
         self.state: SyncState | None = None  # None before replicas part
         self.votes = Votes(replicas=mesh.replica.size)
@@ -201,7 +201,7 @@ class LocalSGD:
             return
         mine = checksum([x for unit in self.units for x in unit.shards()])
         # Over the shards too, each with its own factor, so that all ranks see one difference.
-        mine = psum(mine * (2 * self.axes.shard.index + 1), self.axes.shard, scope="checksum")
+        mine = psum(mine * (2 * self.axes.model.index + 1), self.axes.model, scope="checksum")
         sums = all_gather(mine, self.axes.replica, scope="checksum").tolist()
         if len(set(sums)) > 1:
             differing = [n for n, value in enumerate(sums) if value != sums[0]]
@@ -225,8 +225,8 @@ class LocalSGD:
         if isinstance(self.trigger, StepTrigger):
             return self.trigger.due(self.step)
         is_due = self.trigger.is_over() or self.votes.has_enough
-        mine = torch.tensor(int(is_due and self.axes.shard.index == 0), device=self.device)
-        return 0 if int(psum(mine, self.axes.shard, scope="trigger")) else None
+        mine = torch.tensor(int(is_due and self.axes.model.index == 0), device=self.device)
+        return 0 if int(psum(mine, self.axes.model, scope="trigger")) else None
 
     def _perform(self, members: list[int], *, forced: bool, at_once: bool = False) -> Meeting:
         assert self.state is not None, "a round before replicas parted"

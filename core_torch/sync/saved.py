@@ -85,8 +85,8 @@ def counters(sync: LocalSGD) -> dict[str, int]:
     """
     state, votes, elapsed = sync.state, sync.votes, 0
     if isinstance(sync.trigger, TimeTrigger):
-        mine = torch.tensor(sync.trigger.elapsed_ns * (sync.axes.shard.index == 0))
-        elapsed = int(psum(mine.to(sync.device), sync.axes.shard, scope="clock"))
+        mine = torch.tensor(sync.trigger.elapsed_ns * (sync.axes.model.index == 0))
+        elapsed = int(psum(mine.to(sync.device), sync.axes.model, scope="clock"))
     return {
         "step": sync.step,
         "steps_since": 0 if state is None else state.steps_since[0],

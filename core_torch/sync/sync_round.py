@@ -42,7 +42,7 @@ class Axes(NamedTuple):
     """The axes of a round; both have process groups that parameter gathers do not use."""
 
     replica: Axis
-    shard: Axis
+    model: Axis  # all ranks of this replica
 
 
 class Measured(NamedTuple):
@@ -92,7 +92,7 @@ def gather_norms(
         sum_of_squares(pseudo_gradient(unit, state), unit.factors)
         for unit, state in zip(units, states, strict=True)
     ]
-    norm_U = psum(torch.stack(squares), axes.shard, scope="norms").sqrt()
+    norm_U = psum(torch.stack(squares), axes.model, scope="norms").sqrt()
     if counters is None:
         return all_gather(norm_U, axes.replica, scope="norms").T.contiguous(), None
     # One message of whole numbers: a norm as its bits, because no float holds every counter.
@@ -234,7 +234,7 @@ def finish(
     squares = [sum_of_squares(combined, unit.factors)]
     if progress is not None:
         squares.append(sum_of_squares(state.velocity, unit.factors))
-    norms = psum(torch.stack(squares), axes.shard, scope=unit.name).sqrt()
+    norms = psum(torch.stack(squares), axes.model, scope=unit.name).sqrt()
     beta = gap = torch.ones_like(norms[0])
     if rules.penalty is not None and rules.penalty.clip:
         beta = clip_coefficient(norms[0], max_norm=rules.penalty.max_norm, eps=rules.penalty.eps)

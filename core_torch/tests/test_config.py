@@ -75,6 +75,8 @@ BOUNDS: dict[str, list[tuple[Any, Any]]] = {
     "data.seed": [(-1, 0)],
     "mesh.replicas": [(0, 1)],
     "mesh.shards": [(0, 1)],
+    "mesh.pp": [(0, 1)],
+    "mesh.tp": [(0, 1)],
     "mesh.deadline_seconds": [(0.0, 0.1)],
     "optim.lr": [(0.0, 1e-9), (-1.0, 1.0)],
     "optim.beta1": [(1.0, 0.999), (-0.1, 0.0)],

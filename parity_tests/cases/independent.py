@@ -120,7 +120,7 @@ def means_and_progress(
 def norm_over_shards(state: TrainState, parts: list[np.ndarray]) -> float:
     """L2 norm of what the ranks of this replica hold together."""
     square = torch.tensor([sum(float((x * x).sum()) for x in parts)], dtype=torch.float64)
-    dist.all_reduce(square, group=state.mesh.round_shard.group)
+    dist.all_reduce(square, group=state.mesh.model.group)
     return float(square) ** 0.5
 
 

@@ -56,7 +56,7 @@ ENGINE_MUTANTS: dict[str, Mutant] = {
         f"{ENGINE}._restart_clock", "self.trigger.restart()", "self.trigger.is_over()"
     ),
     "every shard asks its own clock": Mutant(
-        f"{ENGINE}._group_due", "is_due and self.axes.shard.index == 0", "is_due"
+        f"{ENGINE}._group_due", "is_due and self.axes.model.index == 0", "is_due"
     ),
     "tokens of one replica times all": Mutant(
         f"{SYNC}.votes:Votes.count", "sum(tokens)", "len(tokens) * self.local_tokens"

@@ -216,12 +216,12 @@ MUTANTS: dict[str, Mutant] = {
     "pseudo-gradient of the wrong sign": Mutant(f"{ROUND}:pseudo_gradient", "a - x", "x - a"),
     "norms of one shard": Mutant(
         f"{ROUND}:gather_norms",
-        'psum(torch.stack(squares), axes.shard, scope="norms")',
+        'psum(torch.stack(squares), axes.model, scope="norms")',
         "torch.stack(squares)",
     ),
     "norm for the clip of one shard": Mutant(
         f"{ROUND}:finish",
-        "psum(torch.stack(squares), axes.shard, scope=unit.name)",
+        "psum(torch.stack(squares), axes.model, scope=unit.name)",
         "torch.stack(squares)",
     ),
     "plain mean in place of the penalty": Mutant(
