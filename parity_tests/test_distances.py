@@ -59,6 +59,8 @@ def test_tolerances_grow_with_depth_and_width_and_stay_far_below_a_wrong_formula
     large = tolerances.model("float64", layers=4, width=256)
     assert small.value == pytest.approx(45.2548, abs=1e-4) and large.value == 128.0
     assert tolerances.model("bfloat16", layers=4, width=256).value == 8
+    deep = tolerances.model("bfloat16", layers=8, width=256, passes=2)
+    assert deep == (16.0, "4 sqrt(p=2 L=8)")
     cap = tolerances.free_running("float64", steps=20, layers=4, width=256, params=1e6, update=1.0)
     assert cap.value * 2**-52 == pytest.approx(1e-12)
 

@@ -256,7 +256,7 @@ def test_bfloat16_compute_is_measured_in_its_own_ulps(tmp_path: Path) -> None:
     found = compare_folders(*sides)
     assert found.ok and found.unit == "bfloat16" and 0.2 < found.worst.ulps < 5
     grads = [f for f in found.findings if f.key.phase == "grad"]
-    assert all(f.tolerance.reason.startswith(f"4 sqrt(t={f.step} L=1)") for f in grads)
+    assert all(f.tolerance.reason.startswith(f"4 sqrt(p=2 t={f.step} L=1)") for f in grads)
     assert all(f.tolerance.value >= 4 * f.step**0.5 for f in grads)
 
 

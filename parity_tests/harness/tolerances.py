@@ -11,8 +11,10 @@ quantity                  tolerance             why
 ========================  ====================  =============================================
 forward, gradient         4 sqrt(L K)           L layers in sequence, each a chain of dot
                                                 products of K terms; backward is as deep
-the same in bfloat16      4 sqrt(L)             products accumulate in float32, so only the
-                                                cast after each layer's operations rounds
+the same in bfloat16      4 sqrt(p L)           products accumulate in float32, so only the
+                                                cast after each layer's operations rounds; a
+                                                gradient went through p=2 passes, one after
+                                                the other
 optimizer, locked         16                    about a dozen elementwise roundings, of which
                                                 the two cores share most
 states, locked            25                    a round: subtraction (exact by nature), a
@@ -21,7 +23,7 @@ free-running AdamW        5 kappa               see ``free_running_adamw``
 free-running updates      4 sqrt(t) (r +        each of t steps rounds the parameters, which
                           sqrt(L K))            are r times as large as the update, and adds
                                                 a gradient's error
-free-running bfloat16     4 sqrt(t L) s         the casts of t forwards, one after the other;
+free-running bfloat16     4 sqrt(p t L) s       the casts of t steps, one after the other;
                                                 s of an update: see ``adamw_slope``, else 1 and
                                                 s times what parameters have moved by
 sums of equal numbers     4 sqrt(n)             n additions in float64, in another order
@@ -67,7 +69,7 @@ def of_update(base: Tolerance, params: float, update: float) -> Tolerance:
     return Tolerance(base.value + params / update, f"{base.reason}, + |params| / |update|")
 
 
-def model(dtype: str, *, layers: int, width: int) -> Tolerance:
+def model(dtype: str, *, layers: int, width: int, passes: int = 1) -> Tolerance:
     """For losses, logits and gradients of one forward and backward from equal inputs.
 
     Args:
@@ -75,9 +77,11 @@ def model(dtype: str, *, layers: int, width: int) -> Tolerance:
         layers: L, transformer blocks.
         width: K, terms of the longest dot product: the largest of the model's widths,
             the vocabulary and, for gradients, the tokens of a batch.
+        passes: p, through all layers: 1 of a forward, 2 of a gradient. Matters in bfloat16,
+            where nothing but the casts in sequence rounds.
     """
     if dtype == "bfloat16":
-        return Tolerance(4 * math.sqrt(layers), f"4 sqrt(L={layers})")
+        return Tolerance(4 * math.sqrt(passes * layers), f"4 sqrt({_passes(passes)}L={layers})")
     return Tolerance(4 * math.sqrt(layers * width), f"4 sqrt(L={layers} K={width})")
 
 
@@ -109,16 +113,20 @@ def free_running(
     return Tolerance(value, reason)
 
 
-def free_running_mixed(*, steps: int, layers: int, slope: float = 1.0) -> Tolerance:
+def free_running_mixed(
+    *, steps: int, layers: int, passes: int = 1, slope: float = 1.0
+) -> Tolerance:
     """For everything in a run that computes in bfloat16, in u of bfloat16.
 
     Args:
         steps: t, inner steps since both cores held the same values.
         layers: L, see ``model``.
+        passes: p, see ``model``.
         slope: by how much it is larger than that of a forward: of an update, ``adamw_slope``;
             of what is computed from parameters that are apart, 1 and their distance.
     """
-    value, reason = 4 * math.sqrt(steps * layers), f"4 sqrt(t={steps} L={layers})"
+    value = 4 * math.sqrt(passes * steps * layers)
+    reason = f"4 sqrt({_passes(passes)}t={steps} L={layers})"
     return Tolerance(value * slope, reason if slope == 1 else f"{reason} s, s={slope:.3g}")
 
 
@@ -178,6 +186,10 @@ def as_accurate(error: float, other: float, *, floor: float = 1.0) -> bool:
     Below ``floor`` u both are as good as exact and their ratio means nothing.
     """
     return error <= ACCURACY_RATIO * max(other, floor)
+
+
+def _passes(passes: int) -> str:
+    return f"p={passes} " if passes > 1 else ""
 
 
 def _rms(x: np.ndarray) -> float:

@@ -162,7 +162,10 @@ class Allowed:
         if self.unit == "bfloat16":
             apart = 1 + slope * moved / start if start > 0 else 1.0  # see Sizes
             return tolerances.free_running_mixed(
-                steps=step, layers=self._layers, slope=slope if is_inherited(key) else apart
+                steps=step,
+                layers=self._layers,
+                passes=1 if key.phase == "forward" and step == 1 else 2,
+                slope=slope if is_inherited(key) else apart,
             )
         if is_update(key):
             params = self._params(key)
