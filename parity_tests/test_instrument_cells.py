@@ -9,6 +9,7 @@ from core_torch.config import METHODS, RunConfig, all_problems
 from parity_tests.cases.equalities import configured
 from parity_tests.checks.cells import core_changes
 from parity_tests.instrument.cells import FACTORS, cell_of, covering, dtype_of, product
+from parity_tests.instrument.matrix import named
 
 
 def test_the_default_cells_hold_every_pair_of_choices_and_each_method_four_times() -> None:
@@ -33,3 +34,19 @@ def test_a_default_cell_is_a_run_that_the_core_accepts(choice: tuple[str, ...]) 
     found = all_problems(configured(RunConfig(), core_changes(cell)))
     # Thresholds of the penalty are lower than any run should have, so that all of it acts.
     assert {problem.path for problem in found} <= {"sync.penalty.warmup_rounds"}
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ([], 1152),
+        (["edit"], 144),  # not aedit
+        (["co2", "4x1"], 36),  # not co2_star
+        (["diloco"], 144),
+        (["streaming"], 144),  # a part of a name, as nothing is called so
+        (["simple_fsdp", "bfloat16", "aedit"], 16),  # not simple_fsdp_aot
+        (["nothing"], 0),
+    ],
+)
+def test_words_choose_cells(words: list[str], count: int) -> None:
+    assert len(named([cell_of(choice) for choice in product()], words)) == count

@@ -204,6 +204,14 @@ def rows_of(entries: Sequence[Entry]) -> list[PhaseRow]:
 
 
 def named(cells: Sequence[Cell], words: Sequence[str]) -> list[Cell]:
-    """Those cells whose name holds every one of ``words``."""
-    named = {cell: f"{cell} {cell.sharding} {dtype_of(cell)}" for cell in cells}
-    return [cell for cell, name in named.items() if all(word in name for word in words)]
+    """Those cells whose name holds every one of ``words``.
+
+    A word that is a whole part of some cell's name must be one: ``edit`` is not A-EDiT.
+    """
+    parts = {cell: f"{cell}-{cell.sharding}-{dtype_of(cell)}".split("-") for cell in cells}
+    known = {part for of_cell in parts.values() for part in of_cell}
+
+    def holds(of_cell: list[str], word: str) -> bool:
+        return word in of_cell if word in known else word in "-".join(of_cell)
+
+    return [c for c, of_cell in parts.items() if all(holds(of_cell, word) for word in words)]
