@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from parity_tests.checks.faults import (
     STORM,
     assert_storm,
@@ -18,11 +20,10 @@ def test_flags_nan_and_rollbacks_of_edit_agree(pool: RankPool, errors: ErrorTabl
     check_faults(pool, errors)
 
 
-def test_the_same_storm_in_float32_agrees(
-    pool: RankPool, errors: ErrorTable, is_full: bool
-) -> None:
+@pytest.mark.only_full
+def test_the_same_storm_in_float32_agrees(pool: RankPool, errors: ErrorTable) -> None:
     cell = dataclasses.replace(STORM, dtype="float32", model="gqa")
-    assert_storm(check_training(pool, errors, cell, locked=is_full))
+    assert_storm(check_training(pool, errors, cell))
 
 
 def test_a_spike_before_the_statistics_are_warm_is_left_out_by_both(

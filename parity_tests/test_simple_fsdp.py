@@ -248,7 +248,9 @@ def test_tied_weights_stay_one_parameter_with_one_optimizer_state(
 TIED = tolerances.model("float32", layers=LAYERS, width=VOCABULARY + SEQUENCE)
 
 
-@pytest.mark.parametrize("options", [None, {}], ids=["eager", "manual"])
+@pytest.mark.parametrize(
+    "options", [None, pytest.param({}, marks=pytest.mark.only_full)], ids=["eager", "manual"]
+)
 def test_a_second_model_keeps_its_own_mesh_and_precision(
     pool: RankPool, options: dict[str, Any] | None
 ) -> None:

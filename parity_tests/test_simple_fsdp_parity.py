@@ -16,7 +16,7 @@ def test_gradients_and_messages_are_those_of_the_chapter(
     check_step(pool, errors, placed, how)
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "none"])
+@pytest.mark.parametrize("how", ["fsdp2", pytest.param("none", marks=pytest.mark.only_full)])
 def test_so_are_those_of_fsdp2_and_of_a_graph_without_buckets(
     pool: RankPool, errors: ErrorTable, how: str
 ) -> None:

@@ -106,6 +106,7 @@ def check_words(words: list[str]) -> None:
     name, args = " ".join(words[:size]), words[size:]
     assert name in COMMANDS, name
     for file in (Path(word) for word in args if word.endswith(".toml")):
+        assert not file.is_absolute() and ".." not in file.parts, f"{file} is outside the test's"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     if "--help" not in args:

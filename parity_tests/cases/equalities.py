@@ -128,7 +128,8 @@ def begin(
     on a virtual clock; by default time stands still. ``clock`` is another one.
     """
     config = configured(TINY, changes)
-    mesh = mesh_over(config.mesh.replicas, config.mesh.shards)
+    shape = config.mesh
+    mesh = mesh_over(shape.replicas, shape.shards, shape.pp, shape.tp)
     if mesh is None:
         return None
     mesh.ledger.bytes.clear()

@@ -14,14 +14,15 @@ from parity_tests.harness.rank_mesh import mesh_for
 
 
 @cache
-def mesh_over(replicas: int, shards: int) -> Mesh | None:
-    """A mesh of this shape over ranks 0 to ``replicas * shards - 1``; None on the others.
+def mesh_over(replicas: int, shards: int, pp: int = 1, tp: int = 1) -> Mesh | None:
+    """A mesh of this shape over the first ranks; None on the others. With pp or tp over all.
 
     Every rank must call this, in the same order: making a process group takes them all.
     """
     count, world, rank = replicas * shards, dist.get_world_size(), dist.get_rank()
-    if count == world:
-        return mesh_for(replicas, shards)
+    if count * pp * tp == world:
+        return mesh_for(replicas, shards, pp, tp)
+    assert pp == tp == 1, "a mesh with pp or tp takes all ranks"
     grid = torch.arange(count).view(replicas, shards)
     torch_mesh = DeviceMesh("cpu", grid, mesh_dim_names=("replica", "shard"))
     rounds = [dist.new_group(row) for row in grid.tolist()]

@@ -15,9 +15,10 @@ _built: list[Mesh] = []
 
 
 @cache
-def mesh_for(replicas: int, shards: int) -> Mesh:
+def mesh_for(replicas: int, shards: int, pp: int = 1, tp: int = 1) -> Mesh:
     """The mesh of this shape over all ranks; its ledger starts empty in every request."""
-    mesh = build_mesh(MeshConfig(replicas=replicas, shards=shards), torch.device("cpu"))
+    shape = MeshConfig(replicas=replicas, shards=shards, pp=pp, tp=tp)
+    mesh = build_mesh(shape, torch.device("cpu"))
     _built.append(mesh)
     return mesh
 

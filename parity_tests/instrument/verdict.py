@@ -16,7 +16,7 @@ ADVICE = {  # where the first divergence is: which function to read, and where i
     "core_torch/models/llama.py beside reference_jax/model.py: eps, mask, scale and layout of the "
     "rotary embedding, dtype of softmax.",
     "backward": "The forward agrees and the derivative of {unit}'s output does not. Read "
-    "token_loss in core_torch/models/llama.py (mean over which tokens?) and what is cast or "
+    "token_loss in core_torch/models/loss.py (mean over which tokens?) and what is cast or "
     "recomputed in {unit}.",
     "grad": "Derivatives of outputs agree and {parameter} gets another gradient: look at how it is "
     "averaged (shard axis, replica axis, micro-batches). Read core_torch/shard and "
