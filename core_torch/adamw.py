@@ -3,7 +3,8 @@
 Elementwise, so it runs on a shard without communication. The step count is a tensor per
 parameter (all parameters of a unit share its value): a replica that is healed after a
 non-finite round starts its bias correction anew, on its own. State keys are those of
-``torch.optim.AdamW``.
+``torch.optim.AdamW``. The class can leave the arithmetic to torch's fused kernel instead, which
+reads and writes each element once and rounds a little differently.
 
 Mirror: reference_jax/adamw.py. Equations (A1)..(A5) in docs/algorithms/synchronous.md, after
 Loshchilov and Hutter, arXiv:1711.05101.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 
 def adamw_update(
@@ -66,6 +68,7 @@ class AdamW(Optimizer):
         betas: decays of the two running means.
         eps: see ``adamw_update``.
         weight_decay: decoupled decay.
+        fused: torch's kernel instead of ``adamw_update``.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        fused: bool = False,
     ) -> None:
+        self._fused = fused
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
@@ -89,9 +94,13 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             scalars = dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"])
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, **scalars, weight_decay=group["weight_decay"])
+            scalars["weight_decay"] = group["weight_decay"]
+            params = [p for p in group["params"] if p.grad is not None]
+            if self._fused and params:
+                self._update_all(params, **scalars)
+            else:
+                for p in params:
+                    self._update(p, **scalars)
         return loss
 
     def init_state(self) -> None:
@@ -109,9 +118,33 @@ class AdamW(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p)
         return state
 
-    def _update(self, p: Tensor, **scalars: float) -> None:
+    def _held(self, p: Tensor) -> list[Tensor]:
+        """This rank's shards of a parameter and of its state."""
         state = self._state_of(p)
-        held = [_local(p), _local(state["exp_avg"]), _local(state["exp_avg_sq"]), state["step"]]
+        return [_local(p), _local(state["exp_avg"]), _local(state["exp_avg_sq"]), state["step"]]
+
+    def _update_all(self, params: list[Tensor], **scalars: float) -> None:
+        held = [self._held(p) for p in params]
+        grads = [_local(p.grad) for p in params if p.grad is not None]
+        shards, means, squares, steps = (list(column) for column in zip(*held, strict=True))
+        counts = [step.float() for step in steps]  # the dtype that the kernel takes
+        adamw(
+            shards,
+            grads,
+            means,
+            squares,
+            [],
+            counts,
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            **scalars,  # type: ignore[arg-type]
+        )
+        for step, count in zip(steps, counts, strict=True):
+            step.copy_(count)
+
+    def _update(self, p: Tensor, **scalars: float) -> None:
+        held = self._held(p)
         assert p.grad is not None
         param, exp_avg, exp_avg_sq, step = held
         new = adamw_update(param, _local(p.grad), exp_avg, exp_avg_sq, step, **scalars)

@@ -180,20 +180,22 @@ def all_gather(x: Tensor, axis: Axis, *, scope: str) -> Tensor:
     return gathered
 
 
-def gather_json(value: Any, *, device: torch.device) -> list[Any]:
-    """JSON values of all ranks of the world, in rank order, on every rank.
+def gather_json(
+    value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """JSON values of all ranks of the world, or of a group, in rank order, on every rank.
 
     For control messages outside training (a commit, a report); not in any axis' ledger. JSON,
     because what a peer sends must never be able to run code here.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_single(sizes, torch.tensor([data.numel()], device=device))
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather_single(sizes, torch.tensor([data.numel()], device=device), group=group)
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     gathered = torch.empty(longest * sizes.numel(), dtype=torch.uint8, device=device)
-    dist.all_gather_single(gathered, padded)
+    dist.all_gather_single(gathered, padded, group=group)
     rows = zip(gathered.view(-1, longest).cpu(), sizes.tolist(), strict=True)
     return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from core_torch.config_base import Problem, above, at_least, seconds_of
+from core_torch.config_data import DataConfig
+from core_torch.config_model import ModelConfig, RopeScaling
+from core_torch.config_parallel import tensor_parallel_problems
+from core_torch.config_pipeline import Schedule, pipeline_problems
 from core_torch.config_sync import (
     METHODS,
     Co2Config,
@@ -44,85 +48,6 @@ __all__ = [
     "check",
     "problems_error",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeScaling:
-    """Llama 3 stretching of rotary frequencies for longer contexts; ``factor=1`` is off."""
-
-    factor: float = 1.0  # how many times longer than the original context
-    low_freq_factor: float = 1.0  # wavelengths above original_context / this are stretched
-    high_freq_factor: float = 4.0  # wavelengths below original_context / this are kept
-    original_context: int = 8192  # tokens
-
-    def validate(self) -> list[Problem]:
-        problems = at_least(1, self, "factor", "original_context")
-        problems += above(0, self, "low_freq_factor")
-        if not self.high_freq_factor > self.low_freq_factor:
-            message = f"must exceed low_freq_factor {self.low_freq_factor}"
-            problems.append(Problem("high_freq_factor", f"{message}, got {self.high_freq_factor}"))
-        return problems
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """A Llama 3 decoder. ``vocabulary=0`` takes the tokenizer's."""
-
-    vocabulary: int = 0  # token ids
-    dim: int = 128  # width of the residual stream
-    layers: int = 4  # transformer blocks
-    heads: int = 4  # query heads
-    kv_heads: int = 2  # key/value heads, shared by heads / kv_heads query heads each
-    hidden: int = 344  # width inside the SwiGLU feed-forward
-    context: int = 1024  # longest sequence, tokens
-    norm_eps: float = 1e-5  # inside RMSNorm's root
-    rope_theta: float = 500_000.0  # base of the rotary wavelengths
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # longer contexts
-    tied: bool = False  # embedding and head share one weight
-    init_std: float = 0.02  # standard deviation of initial matrices
-
-    def validate(self) -> list[Problem]:
-        problems = at_least(1, self, "dim", "layers", "heads", "kv_heads", "hidden", "context")
-        problems += at_least(0, self, "vocabulary", "init_std")
-        problems += above(0, self, "norm_eps", "rope_theta")
-        if problems:
-            return problems
-        if self.dim % self.heads:
-            near = max(h for h in range(1, self.heads + 1) if self.dim % h == 0)
-            message = f"{self.heads} heads do not divide dim {self.dim}; {near} would"
-            problems.append(Problem("heads", message))
-        elif (self.dim // self.heads) % 2:
-            message = f"dim / heads = {self.dim // self.heads} must be even for rotary embedding"
-            problems.append(Problem("heads", message))
-        if self.heads % self.kv_heads:
-            message = f"{self.kv_heads} key/value heads do not divide {self.heads} heads"
-            problems.append(Problem("kv_heads", message))
-        return problems
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Where tokens come from and how they are cut."""
-
-    path: str = ""  # UTF-8 text file or folder of text files; empty: the shipped corpus
-    tokenizer: str = "byte"  # "byte", "bpe" (trained on the data) or a tokenizer.json
-    bpe_vocabulary: int = 1024  # size of a "bpe" tokenizer
-    sequence: int = 128  # tokens per sequence
-    batch: int = 8  # sequences per rank and micro-batch
-    held_out: float = 0.05  # share of the text kept for validation, from its end
-    seed: int = 0  # order of the sequences
-
-    def validate(self) -> list[Problem]:
-        problems = at_least(1, self, "sequence", "batch") + above(0, self, "held_out")
-        problems += at_least(0, self, "seed")
-        if self.held_out > 0.5:
-            problems.append(Problem("held_out", f"must be at most 0.5, got {self.held_out}"))
-        if self.tokenizer == "bpe" and self.bpe_vocabulary < 257:
-            message = (
-                f"must be at least 257 (256 bytes and the end of text), got {self.bpe_vocabulary}"
-            )
-            problems.append(Problem("bpe_vocabulary", message))
-        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,9 +94,12 @@ class ShardConfig:
     recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing of blocks
     memory_limit_mib: int = 0  # of a step, for wrap auto; 0: no limit
     costs: str = ""  # JSON of ``bench shard --costs``, for wrap auto; empty: typical ones
+    pipeline: Schedule = "1f1b"  # order of work, if mesh.pp is above 1
+    virtual_stages: int = 2  # of each rank, if the pipeline is interleaved
 
     def validate(self) -> list[Problem]:
         problems = at_least(0, self, "memory_limit_mib", "forward_prefetch")
+        problems += at_least(2, self, "virtual_stages")
         if self.forward_prefetch and self.method != "fsdp2":
             message = f"{self.forward_prefetch} is for fsdp2; shard.method is {self.method}"
             problems.append(Problem("forward_prefetch", message))
@@ -200,6 +128,7 @@ class OptimConfig:
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled decay
     max_norm: float = 1.0  # clips the replica's own gradient norm; 0 is off
+    implementation: Literal["plain", "fused"] = "plain"  # fused: torch's kernel, other rounding
 
     def validate(self) -> list[Problem]:
         problems = above(0, self, "lr", "eps") + at_least(0, self, "weight_decay", "max_norm")
@@ -239,15 +168,17 @@ class TrainConfig:
     steps: int = 200  # inner steps of every replica
     accumulate: int = 1  # micro-batches per inner step
     seed: int = 0  # initial weights
-    init: str = ""  # folder of a Hugging Face Llama whose weights to begin with; empty: drawn
+    init: str = ""  # folder of a Hugging Face model whose weights to begin with; empty: drawn
     dtype: Literal["float32", "float64"] = "float32"  # parameters, moments, anchors
     compute: Literal["same", "bfloat16"] = "same"  # forward and backward
+    z_loss: float = 0.0  # times the squared log of the softmax's sum, added to the loss; 0 is off
+    loss_chunk: int = 0  # tokens whose logits are held at a time; 0: a whole micro-batch's
     evaluate_every: int = 0  # steps; 0: only at the end
     evaluate_sequences: int = 64  # held-out sequences, at most what there is
 
     def validate(self) -> list[Problem]:
         problems = at_least(1, self, "steps", "accumulate", "evaluate_sequences")
-        problems += at_least(0, self, "seed", "evaluate_every")
+        problems += at_least(0, self, "seed", "evaluate_every", "z_loss", "loss_chunk")
         if self.dtype == "float64" and self.compute != "same":
             problems.append(Problem("compute", "float64 runs compute in float64 only"))
         return problems
@@ -259,6 +190,7 @@ class CheckpointConfig:
 
     every: int | str = 0  # steps, or seconds, e.g. 600s; 0: only at the end
     keep: int = 2  # newest commits that stay
+    asynchronous: bool = True  # train on while a copy of the state is written
 
     @property
     def seconds(self) -> float | None:
@@ -291,10 +223,20 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # commits
 
     @property
+    def rows_per_step(self) -> int:
+        """Sequences that one replica sees in an inner step."""
+        return self.mesh.shards * self.train.accumulate * self.data.batch
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that all replicas together see in one inner step each."""
-        sequences = self.mesh.readers * self.train.accumulate * self.data.batch
-        return sequences * self.data.sequence
+        return self.mesh.replicas * self.rows_per_step * self.data.sequence
+
+    @property
+    def stages(self) -> int:
+        """Stages of a replica's pipeline: of each rank of pp one, or several if interleaved."""
+        is_interleaved = self.shard.pipeline == "interleaved"
+        return self.mesh.pp * (self.shard.virtual_stages if is_interleaved else 1)
 
     @property
     def total_tokens(self) -> int:
@@ -302,11 +244,26 @@ class RunConfig:
         return self.schedule.total_tokens or self.train.steps * self.tokens_per_step
 
     def validate(self) -> list[Problem]:
-        problems = []
+        problems = tensor_parallel_problems(self.mesh.tp, self.model, self.data.sequence)
+        problems += self._pipeline()
         if self.data.sequence > self.model.context:
             message = f"{self.data.sequence} tokens exceed model.context {self.model.context}"
             problems.append(Problem("data.sequence", message))
+        if self.train.loss_chunk and self.mesh.pp * self.mesh.tp > 1:
+            message = "cuts the loss of a whole head; mesh.pp and mesh.tp must be 1"
+            problems.append(Problem("train.loss_chunk", f"{self.train.loss_chunk} {message}"))
         return problems
+
+    def _pipeline(self) -> list[Problem]:
+        pp, shard, parts = self.mesh.pp, self.shard, self.train.accumulate
+        found = pipeline_problems(pp, self.stages, shard.pipeline, parts, self.model)
+        if pp > 1 and shard.compile != "off":
+            message = f"{shard.compile} makes one graph of the model, mesh.pp {pp} parts it"
+            found.append(Problem("shard.compile", message))
+        if pp > 1 and self.sync.layerwise:
+            message = f"no forward of a rank passes all units with mesh.pp {pp}; leave it unset"
+            found.append(Problem("sync.layerwise", message))
+        return found
 
 
 def all_problems(config: Any, prefix: str = "") -> list[Problem]:

@@ -20,6 +20,7 @@ from core_torch.errors import ConfigError
 ConfigT = TypeVar("ConfigT")
 
 DEFAULTS = RunConfig()
+BUILD = "model.build"  # a command line's or a program's word only
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -66,7 +67,9 @@ def replace_at(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
 
 
 def to_toml(config: Any) -> str:
-    """TOML text that ``from_toml`` reads back exactly. Fields that are None are left out."""
+    """TOML text that ``from_toml`` reads back exactly. Fields that are None are left out, and
+    those that no file may set: a comment says that there was one.
+    """
     return "\n".join(_lines(config, "")) + "\n"
 
 
@@ -74,10 +77,10 @@ def load_values(path: str | Path) -> dict[str, Any]:
     """Values in a TOML file by dotted path, not yet compared with any configuration.
 
     Raises:
-        ConfigError: the file is missing, not UTF-8 or not TOML.
+        ConfigError: the file is missing, not UTF-8 or not TOML; or it names code to be run.
     """
     try:
-        return flatten(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")))
+        values = flatten(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {str(path)!r}: {error.strerror}",
@@ -86,6 +89,14 @@ def load_values(path: str | Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise ConfigError(f"not valid TOML: {error}", where=str(path)) from None
+    if BUILD in values:
+        raise ConfigError(
+            f"{BUILD} names code to be run, which no file may; got {values[BUILD]!r}",
+            where=str(path),
+            likely="a configuration of somebody else, or one edited by hand",
+            next=f"take the line out; if you trust the code, --{BUILD} pkg:function",
+        )
+    return values
 
 
 def apply(config: ConfigT, values: Mapping[str, Any]) -> tuple[ConfigT, list[Problem]]:
@@ -206,6 +217,9 @@ def _lines(config: Any, prefix: str) -> list[str]:
         if dataclasses.is_dataclass(value):
             path = prefix + field.name
             tables += ["", f"[{path}]", *_lines(value, f"{path}.")]
+        elif not field.metadata.get("from_file", True):
+            if value != field.default:
+                own.append(f"# {field.name} is not read from a file; give it again")
         elif value is not None:
             own.append(f"{field.name} = {_scalar(value)}")
     return own + tables

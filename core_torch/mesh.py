@@ -77,6 +77,11 @@ class Mesh:
         return self.axis("tp")
 
     @property
+    def holders(self) -> int:
+        """Ranks that hold a stage of the model together, cut or copied."""
+        return self.shard.size * self.tp.size
+
+    @property
     def is_lead(self) -> bool:
         """True on the one rank that writes what all ranks agree on."""
         return self.replica.index == 0 and self.model.index == 0
@@ -141,8 +146,8 @@ def mesh_of(torch_mesh: DeviceMesh, *, deadline_seconds: float = 600.0) -> Mesh:
     All ranks of the world must call this together.
 
     Args:
-        torch_mesh: with a dimension "replica"; "shard" is of size 1 if it is absent. Others,
-            like "tp", are left alone.
+        torch_mesh: with a dimension "replica". The ranks of "shard" and "tp", if there are such
+            dimensions, hold a replica together; others are left alone.
         deadline_seconds: longest wait for another rank in a sync round.
 
     Raises:
@@ -158,19 +163,25 @@ def mesh_of(torch_mesh: DeviceMesh, *, deadline_seconds: float = 600.0) -> Mesh:
     is_cuda, ledger = kind == "cuda", Ledger()
     device = torch.device(kind, torch.cuda.current_device()) if is_cuda else torch.device(kind)
 
-    def axis(name: str) -> Axis:
-        if name not in names:
-            return Axis(name, None, 1, 0, ledger)
-        ranks = dist.get_process_group_ranks(torch_mesh[name].get_group())
+    def axis(kind: str, dims: list[str]) -> Axis:
+        if not dims:
+            return Axis(kind, None, 1, 0, ledger)
+        ranks = torch_mesh[tuple(dims)].mesh.flatten().tolist()
         # Every rank makes every group: torch pairs groups by the order in which they are made.
         rows = sorted(set(map(tuple, gather_json(ranks, device=device))))
         made = {
             row: dist.new_group(row, timeout=timedelta(seconds=deadline_seconds)) for row in rows
         }
-        return Axis(name, made[tuple(ranks)], len(ranks), torch_mesh.get_local_rank(name), ledger)
+        return Axis(kind, made[tuple(ranks)], len(ranks), ranks.index(dist.get_rank()), ledger)
 
-    axes = {name: axis(name) for name in ("replica", "shard")}
-    return Mesh(torch_mesh, axes, axes["shard"], device, ledger)
+    def as_given(name: str) -> Axis:
+        part = torch_mesh[name]
+        return Axis(name, part.get_group(), part.size(), part.get_local_rank(), ledger)
+
+    held = [name for name in names if name in ("shard", "tp")]
+    axes = {"replica": axis("replica", ["replica"])} | {name: as_given(name) for name in held}
+    model = axis("model" if "tp" in held else "shard", held)
+    return Mesh(torch_mesh, axes, model, device, ledger)
 
 
 @contextmanager

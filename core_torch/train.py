@@ -11,26 +11,30 @@ Everything that a run consists of is in ``TrainState``; the loop itself remember
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from core_torch.adamw import AdamW
 from core_torch.collectives import psum
 from core_torch.config import RunConfig
-from core_torch.data.batches import Layout, batch_for, count_sequences, held_out_batches
+from core_torch.data.batches import Batch
 from core_torch.data.corpus import Corpus
+from core_torch.data.reading import read_batch
 from core_torch.errors import NonFinite
+from core_torch.evaluation import evaluate
 from core_torch.hf.folder import load_weights
 from core_torch.mesh import Mesh
-from core_torch.models import Llama, build_model, token_loss
+from core_torch.models import Model, build_model, token_loss
+from core_torch.models.loss import set_loss, summed_loss
+from core_torch.parallel.pipeline import Pipelined, pipelined
+from core_torch.parallel.tensor import tensor_parallel
 from core_torch.schedules import learning_rate
-from core_torch.shard.access import local_shard
+from core_torch.shard.access import copies_of, local_shard
 from core_torch.shard.base import Sharded
+from core_torch.shard.counts import Counts, count_targets
 from core_torch.shard.model import shard_model
 from core_torch.sync.build import build_engine
 from core_torch.sync.engine import LocalSGD
@@ -72,18 +76,29 @@ class TrainState:
     config: RunConfig
     mesh: Mesh
     corpus: Corpus
-    model: Llama
+    model: Model
     sharded: Sharded
     optimizer: AdamW
     sync: LocalSGD | None  # None: synchronous training
     step: int = 0  # completed inner steps of this replica
     tokens: int = 0  # seen by all replicas together; between timed rounds an estimate
     taps: RunTaps | None = None  # write a trace; see taps/run.py
+    first_row: int = 0  # of the data, see data/batches.py; other only after a change of layout
 
     @property
     def planned_tokens(self) -> int:
         """Tokens of all replicas at the end of the run."""
         return self.config.train.steps * self.config.tokens_per_step
+
+    @property
+    def rows(self) -> int:
+        """Sequences that this replica has taken; where its data go on, whatever the layout."""
+        return self.first_row + self.step * self.config.rows_per_step
+
+    @property
+    def leaves_out_targets(self) -> bool:
+        """Whether some targets may not count, so that ranks must tell how many do."""
+        return self.config.data.packing == "documents"
 
     @property
     def is_done(self) -> bool:
@@ -126,11 +141,19 @@ def build(
         seed=config.train.seed,
         dtype=DTYPES[config.train.dtype],
     )
+    set_loss(model, chunk=config.train.loss_chunk, z_loss=config.train.z_loss)
     if config.train.init and not resumes:
         load_weights(model, config.train.init)
+    if mesh.tp.size > 1:
+        tensor_parallel(model, mesh)
     compute = config.train.compute
     compute_dtype = None if compute == "same" else DTYPES[compute]
-    sharded = shard_model(model, mesh, config.shard, compute_dtype=compute_dtype)
+    if mesh.pp.size > 1:
+        stages = pipelined(model, mesh, config, compute_dtype=compute_dtype)
+        sharded: Sharded = stages
+        model = stages.module  # what this rank holds of it
+    else:
+        sharded = shard_model(model, mesh, config.shard, compute_dtype=compute_dtype)
     optimizer = build_optimizer(model, config)
     sync = build_engine(sharded, optimizer, mesh, config.sync, clock=clock)
     state = TrainState(config, mesh, corpus, model, sharded, optimizer, sync)
@@ -139,7 +162,7 @@ def build(
     return state
 
 
-def build_optimizer(model: Llama, config: RunConfig) -> AdamW:
+def build_optimizer(model: Model, config: RunConfig) -> AdamW:
     """AdamW in which matrices decay and gains do not."""
     params = list(model.parameters())
     groups = [
@@ -153,6 +176,7 @@ def build_optimizer(model: Llama, config: RunConfig) -> AdamW:
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
+        fused=optim.implementation == "fused",
     )
     optimizer.init_state()
     return optimizer
@@ -217,44 +241,85 @@ def finish(state: TrainState) -> list[RoundEvent]:
     return events
 
 
-def micro_batch(state: TrainState, index: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (B, T) int64 each, of micro-batch ``index`` of this rank."""
-    data, mesh = state.config.data, state.mesh
-    ids = state.corpus.train.ids
-    layout = Layout(
-        num_sequences=count_sequences(len(ids), data.sequence),
-        sequence=data.sequence,
-        batch=data.batch,
+def micro_batch(state: TrainState, index: int) -> Batch[Tensor]:
+    """Micro-batch ``index`` of this rank."""
+    mesh = state.mesh
+    batch = read_batch(
+        state.corpus,
+        state.config.data,
         replicas=mesh.replica.size,
         shards=mesh.shard.size,
-        seed=data.seed,
+        step=index,
+        replica=mesh.replica.index,
+        shard=mesh.shard.index,
+        first_row=state.first_row,
     )
-    pair = batch_for(ids, layout, step=index, replica=mesh.replica.index, shard=mesh.shard.index)
-    inputs, targets = (torch.from_numpy(x).to(mesh.device) for x in pair)
-    return inputs, targets
+    return Batch(*(torch.from_numpy(x).to(mesh.device) for x in batch if x is not None))
 
 
 def inner_step(state: TrainState, *, synchronous: bool) -> tuple[float, float]:
     """Gradients of all micro-batches, clipping, AdamW. Returns loss and gradient norm."""
-    accumulate = state.config.train.accumulate
+    accumulate, mesh = state.config.train.accumulate, state.mesh
     state.sharded.mean_over_replicas = synchronous
-    total = torch.zeros((), device=state.mesh.device, dtype=torch.float64)
-    for k in range(accumulate):
-        inputs, targets = micro_batch(state, state.step * accumulate + k)
+    batches = [micro_batch(state, state.step * accumulate + k) for k in range(accumulate)]
+    counts = None
+    if state.leaves_out_targets:
+        counts = count_targets([batch.targets for batch in batches], mesh, synchronous=synchronous)
+    total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+    if isinstance(state.sharded, Pipelined):
+        total = state.sharded.step(batches, lambda x, y: loss_of(state.config, x, y, counts))
+        batches = []
+    for k, batch in enumerate(batches):
         state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
         if state.taps is not None:
-            state.taps.data(k, inputs, targets)
-        logits = state.model(inputs)
-        if state.taps is not None:
-            state.taps.logits(logits)
-        loss = token_loss(logits, targets) / accumulate
-        del logits  # autograd keeps what it needs of them
+            state.taps.data(k, batch.inputs, batch.targets)
+        loss = batch_loss(state, batch, counts)
         loss.backward()
         total += loss.detach()
+    if counts is not None:  # what is recorded is the replica's own mean
+        total *= counts.averaged / counts.replica
     state.sharded.finish_gradients()
     if state.sync is not None:  # a round inside the forward may have counted anew
         state.tokens = state.sync.votes.tokens
     return apply_gradients(state, total)
+
+
+def batch_loss(state: TrainState, batch: Batch[Tensor], counts: Counts | None) -> Tensor:
+    """() share of a micro-batch in the loss of the inner step; its mean over ranks is the loss.
+
+    Args:
+        state: of the run.
+        batch: of this rank.
+        counts: of the step; None: all targets count.
+    """
+    packed = {} if batch.documents is None else {"documents_BT": batch.documents}
+    if state.config.train.loss_chunk:
+        summed = state.model(batch.inputs, batch.targets, **packed)
+        if state.taps is not None:
+            state.taps.logits(None)
+        return summed / divisor_of(state.config, counts)
+    logits = state.model(batch.inputs, **packed)
+    if state.taps is not None:
+        state.taps.logits(logits)
+    return loss_of(state.config, logits, batch.targets, counts)
+
+
+def loss_of(
+    config: RunConfig, logits_BTV: Tensor, targets_BT: Tensor, counts: Counts | None
+) -> Tensor:
+    """() the same from the logits."""
+    train = config.train
+    if counts is None and not train.z_loss:
+        return token_loss(logits_BTV, targets_BT) / train.accumulate
+    summed = summed_loss(logits_BTV, targets_BT, z_loss=train.z_loss)
+    return summed / divisor_of(config, counts)
+
+
+def divisor_of(config: RunConfig, counts: Counts | None) -> float:
+    """By what a rank divides its summed losses. (L2)"""
+    if counts is not None:
+        return counts.averaged
+    return config.train.accumulate * config.data.batch * config.data.sequence
 
 
 @torch.no_grad()
@@ -269,9 +334,12 @@ def apply_gradients(state: TrainState, loss: Tensor) -> tuple[float, float]:
         Mean loss and gradient norm of the replica.
     """
     mesh, optim = state.mesh, state.config.optim
-    grads = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
-    square = sum_of_squares(grads, (1,) * len(grads)).to(loss.dtype)
-    sums = psum(torch.stack((loss, square)), mesh.shard, scope="metrics")
+    found = [p.grad for p in state.model.parameters() if p.grad is not None]
+    grads = [local_shard(grad) for grad in found]
+    copies = tuple(copies_of(grad, mesh.holders) for grad in found)
+    square = sum_of_squares(grads, copies).to(loss.dtype)
+    mine = torch.stack((loss / mesh.tp.size, square))  # ranks of tp have the same loss
+    sums = psum(mine, mesh.model, scope="metrics")
     norm, factor = sums[1].sqrt(), None
     if state.taps is not None:
         state.taps.gradients(sums[0] / mesh.shard.size)
@@ -321,43 +389,3 @@ def check_step(state: TrainState, loss: float, grad_norm: float, *, synchronous:
         likely="the learning rate is too high, or the data hold something unusual",
         next="a lower --optim.lr, or --sync.method edit, whose penalty leaves bad replicas out",
     )
-
-
-@torch.no_grad()
-def evaluate(state: TrainState) -> float:
-    """Mean loss of the anchor over ``config.train.evaluate_sequences`` held-out sequences.
-
-    Every replica evaluates the same sequences, cut over its shards, so that nothing crosses
-    the replica axis (but for CO2*, whose anchor is cut over it); the trajectory is not touched.
-    """
-    data, mesh = state.config.data, state.mesh
-    wanted = state.config.train.evaluate_sequences
-    [(inputs, targets)] = held_out_batches(
-        state.corpus.held_out.ids, data.sequence, batch=wanted, count=wanted
-    )
-    count, shards = len(inputs), mesh.shard.size
-    turns = -(-count // (shards * data.batch))  # every rank runs as many forwards
-    total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-    state.model.eval()
-    with anchor(state):
-        for turn in range(turns):
-            first = (turn * shards + mesh.shard.index) * data.batch
-            rows = np.arange(first, first + data.batch)
-            keep = torch.from_numpy(rows < count).to(mesh.device)
-            x, y = (torch.from_numpy(a[rows % count]).to(mesh.device) for a in (inputs, targets))
-            total += sum_of_losses(state.model, x, y, keep)
-    state.model.train()
-    return float(psum(total, mesh.shard, scope="evaluation")) / count
-
-
-def sum_of_losses(model: Llama, inputs_BT: Tensor, targets_BT: Tensor, keep_B: Tensor) -> Tensor:
-    """() float64 sum of the mean losses of the kept sequences."""
-    logits = model(inputs_BT)
-    pairs = zip(logits, targets_BT, strict=True)
-    losses = torch.stack([token_loss(x[None], y[None]).double() for x, y in pairs])
-    return (losses * keep_B).sum()
-
-
-def anchor(state: TrainState) -> AbstractContextManager[None]:
-    """Context in which the model holds what all replicas agreed on last."""
-    return nullcontext() if state.sync is None else state.sync.anchor_weights()

@@ -48,11 +48,13 @@ FROM_CORE = [
         marks=pytest.mark.only_full,
     ),
     pytest.param(_timed, 4, marks=pytest.mark.only_full),
+    pytest.param(Cell(method="edit", **_cell | {"model": "gpt2"}), 8, marks=pytest.mark.only_full),
 ]
 FROM_REFERENCE = [
     (Cell(method="edit", **_cell), 8),
     (Cell(method="co2_star", every=3, **_cell), 7),  # in flight, anchors cut over replicas
     pytest.param(_timed, 3, marks=pytest.mark.only_full),
+    pytest.param(Cell(method="edit", **_cell | {"model": "qwen"}), 8, marks=pytest.mark.only_full),
 ]
 
 

@@ -24,9 +24,10 @@ from core_torch.config_file import from_toml
 from core_torch.data.batches import Layout, batch_for, count_sequences
 from core_torch.data.corpus import open_corpus
 from core_torch.data.tokenizer import ByteTokenizer
-from core_torch.hf.folder import load_weights
+from core_torch.hf.folder import HfFolder, load_weights
 from core_torch.hf.write import write_folder
-from core_torch.models import Llama, build_model
+from core_torch.models import Model, build_model
+from core_torch.models.build import draw
 from parity_tests.instrument.widen import Widening
 
 POSITIONS = 500
@@ -38,6 +39,7 @@ MODELS = {  # and how many bytes a file may have
     "plain": (replace(SIZES, rope_theta=10_000.0), 1 << 30),
     "tied": (replace(SIZES, tied=True), 1 << 30),
     "llama3": (replace(SIZES, rope_scaling=LLAMA3, rope_theta=500.0), 20_000),
+    "qwen3": (replace(SIZES, kind="qwen3", head_dim=10, rope_theta=10_000.0), 1 << 30),
 }
 FORMULAS = 1e-12  # float64, about 1e3 additions in a row, logits of a few units
 # An angle of up to 500 radians has a relative error of at most 3 roundings of float32 (the
@@ -56,7 +58,7 @@ def transformers() -> Any:
 
 def wide_and_narrow(transformers: Any, folder: Path, tokens: Tensor) -> Iterator[Tensor]:
     """Logits of the folder's model: all of it in float64, and as the library computes."""
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     narrow, widening = model.model.rotary_emb, Widening(is_active=True)
     with widening:  # its tables are made as it is built
         model.model.rotary_emb = type(narrow)(config=model.config)
@@ -73,6 +75,10 @@ def test_transformers_computes_the_logits_of_an_exported_model_at_500_positions(
 ) -> None:
     config, limit = MODELS[name]
     model = build_model(config, config.vocabulary, seed=3, dtype=torch.float64)
+    with torch.no_grad():
+        for own, p in model.named_parameters():
+            if own.endswith(("q_norm.weight", "k_norm.weight")):  # or their order could be any
+                p.add_(0.3 * draw(own, p, seed=3))
     params = {n: p.detach() for n, p in model.named_parameters()}
     write_folder(
         tmp_path / "out",
@@ -90,6 +96,33 @@ def test_transformers_computes_the_logits_of_an_exported_model_at_500_positions(
     assert ours.abs().max() > 1, "logits too small to tell anything"
     assert (wide - ours).abs().max() < FORMULAS
     assert (narrow - ours).abs().max() < AS_IT_IS
+
+
+def test_a_random_qwen3_of_transformers_is_read(transformers: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        intermediate_size=48,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1234.5},
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for gain in (block.self_attn.q_norm.weight, block.self_attn.k_norm.weight):
+                gain += 0.3 * torch.randn(12)
+    model.save_pretrained(tmp_path)
+    found = HfFolder(tmp_path)
+    assert (found.model.kind, found.model.head_dim) == ("qwen3", 12)
+    ours, tokens = imported(tmp_path, found.model), torch.arange(POSITIONS)[None] % 300
+    with torch.no_grad():
+        assert (ours(tokens) - model(tokens).logits).abs().max() < AS_IT_IS
 
 
 def test_the_comparison_would_see_another_theta(transformers: Any, tmp_path: Path) -> None:
@@ -124,7 +157,7 @@ def foreign(transformers: Any, folder: Path) -> Any:
     return model
 
 
-def imported(folder: Path, config: ModelConfig) -> Llama:
+def imported(folder: Path, config: ModelConfig) -> Model:
     """A model here with the weights of ``folder``."""
     model = build_model(config, config.vocabulary, seed=0)
     load_weights(model, str(folder))

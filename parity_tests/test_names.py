@@ -210,6 +210,7 @@ def test_sizes_are_all_needed_and_checked_as_any_configuration(tmp_path: Path) -
         (instead("hidden = 56", "hidden = 56\ncontext = 9"), r"\[model\] context: has no part"),
         (instead("heads = 4", "heads = 5"), r"\[model\] heads: 5 heads do not divide dim 32"),
         (instead("vocabulary = 97", "vocabulary = 0"), r"vocabulary: must be at least 1, got 0"),
+        (instead("dim = 32", 'dim = 32\nkind = "gpt2"'), r"\[model\] kind: a module is compared"),
         (instead("dim = 32", 'config = "meta"'), r"\"huggingface\" is known, got 'meta'"),
     ):
         with pytest.raises(ConfigError, match=message):

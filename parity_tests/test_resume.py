@@ -1,5 +1,6 @@
 """Stop anywhere, build everything anew, go on: bit for bit the run that never stopped (E9)."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,29 @@ def test_a_step_of_several_micro_batches_goes_on_with_the_next_of_them(
     check_resumed(pool, launch(pool, 2, 2, changes), tmp_path, changes, 4)
 
 
+@pytest.mark.parametrize(
+    ("sync", "stop"),
+    [(CO2_STAR, 6), pytest.param(EDIT, 4, marks=pytest.mark.only_full)],
+    ids=name_of,
+)
+def test_a_commit_that_is_written_while_training_goes_on_holds_the_step_that_began_it(
+    pool: RankPool, tmp_path: Path, sync: dict[str, Any], stop: int
+) -> None:
+    changes = changes_of(sync)
+    whole = launch(pool, 2, 2, changes)
+    check_resumed(pool, whole, tmp_path, changes, stop, stopping=resume.saved_behind)
+
+
 def check_resumed(
-    pool: RankPool, whole: Trajectory, folder: Path, changes: dict[str, Any], stop: int
+    pool: RankPool,
+    whole: Trajectory,
+    folder: Path,
+    changes: dict[str, Any],
+    stop: int,
+    stopping: Callable[..., Any] = resume.interrupted,
 ) -> None:
     """Compares the rest of a run that stopped with that of one that never did."""
-    again = Trajectory(pool.run(resume.interrupted, changes, str(folder), stop), replicas=2)
+    again = Trajectory(pool.run(stopping, changes, str(folder), stop), replicas=2)
     assert again.steps == STEPS - stop
     for before, after in zip(whole.ranks, again.ranks, strict=True):
         check_rest(before, after, STEPS - stop)

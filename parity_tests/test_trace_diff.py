@@ -13,9 +13,9 @@ from core_torch.cli import main
 from core_torch.sketch import sketch
 from parity_tests.checks import synthetic
 from parity_tests.checks.synthetic import Entry, Recipe, entries, write_trace
-from parity_tests.instrument.diff import Comparison, compare_folders
+from parity_tests.instrument.diff import Comparison, compare, compare_folders
 from parity_tests.instrument.divergence import Divergence, first_divergence
-from parity_tests.instrument.files import UnreadableTrace, read_trace
+from parity_tests.instrument.files import Trace, UnreadableTrace, read_trace
 from parity_tests.instrument.logs import event_log, ledger
 from parity_tests.instrument.page import write_page
 from parity_tests.instrument.results import CellResult, cell_result
@@ -171,6 +171,21 @@ def test_what_one_side_does_not_tap_is_left_out_and_counted(
     found = compare_folders(written(tmp_path, told, taps=taps), reference)
     assert found.ok
     assert found.skipped == {"backward": 3 * 2 * 4, "forward": 2 * 2 * 4}
+
+
+def test_a_setting_that_an_older_version_did_not_have_is_no_difference(reference: Path) -> None:
+    trace = read_trace(reference)
+
+    def of(core: str, **model: Any) -> Trace:
+        told = {"lr": 0.1, "model": model}
+        return replace(
+            trace, meta=trace.meta | {"core": core, "config": told, "config_hash": str(told)}
+        )
+
+    old = of("reference_jax", dim=8)
+    assert compare(of("reference_jax", dim=8, kind="llama"), old).notes == []
+    for other in (of("reference_jax", dim=9), of("core_torch", dim=8, kind="llama")):
+        assert compare(other, old).notes == ["they were configured differently"]
 
 
 def test_replicas_stand_beside_each_other_and_a_fast_one_before_the_round(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ in *every* step. That traffic is what local SGD divides by H.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +43,13 @@ def warmup_step(
     *,
     config: LlamaConfig,
     inner: Inner,
+    divisor_RS: Array | None = None,
+    documents_RSBT: Array | None = None,
 ) -> tuple[TrainState, StepReport]:
     """One synchronous inner step; ``StepReport.grads`` are the averaged ones."""
-    loss_R, grads = gradients(
-        state.params, inputs_RSBT, targets_RSBT, config=config, compute=inner.compute
-    )
+    how: dict[str, Any] = {"config": config, "compute": inner.compute, "z_loss": inner.z_loss}
+    how |= {"divisor_RS": divisor_RS, "documents_RSBT": documents_RSBT}
+    loss_R, grads = gradients(state.params, inputs_RSBT, targets_RSBT, **how)
     grads = average_over_replicas(grads)
     state, norm_R = update(state, grads, lr, config=config, inner=inner)
     return state, StepReport(loss_R, norm_R, grads)

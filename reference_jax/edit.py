@@ -205,7 +205,9 @@ def round_in_forward(
         theta: Arrays, value: Arrays, inputs_BT: Array, targets_BT: Array
     ) -> Array:
         read = {k: straight_through(theta[k], value[k]) for k in theta}
-        return rank_loss(read, inputs_BT, targets_BT, config=config, compute=inner.compute)
+        return rank_loss(
+            read, inputs_BT, targets_BT, config=config, compute=inner.compute, z_loss=inner.z_loss
+        )
 
     def gathered(params: Arrays) -> Arrays:
         return {k: gather(x, rows=shapes(config)[k][0]) for k, x in params.items()}

@@ -11,6 +11,11 @@ You learn how M devices train one copy of the model while each stores 1 / M of i
 
 Divide by M, never by N * M: the replicas are strangers here.
 
+If data leave targets out, ranks differ in how many count. Then each divides the sum of its
+losses by what they count on average, and the mean (F4) over ranks is one over targets:
+
+    (F7) mean over ranks of (sum of a rank / mean count of the ranks) = sum / count of all
+
 Padding. FSDP2 cuts rows into pieces of ceil(rows / M); the last ranks may hold fewer, or none.
 JAX wants equal pieces, so arrays are stored with zero rows appended up to a multiple of M. The
 model never sees them: they are added in (F4) and cut off in (F2). Zeros do not change a norm,
@@ -49,6 +54,7 @@ from reference_jax.model import (
     forward,
     init_params,
     shapes,
+    summed_loss,
     token_loss,
     untouched,
     wide,
@@ -66,7 +72,10 @@ class TrainState(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """Scalars of the inner step; ``max_norm=0`` does not clip, ``compute=None`` keeps the dtype."""
+    """Scalars of the inner step.
+
+    ``max_norm=0`` does not clip, ``compute=None`` keeps the dtype, ``z_loss=0`` adds nothing.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -74,6 +83,7 @@ class Inner(NamedTuple):
     weight_decay: float = 0.1
     max_norm: float = 1.0
     compute: str | None = None
+    z_loss: float = 0.0
 
 
 class StepReport(NamedTuple):
@@ -160,12 +170,31 @@ def rank_loss(
     *,
     config: LlamaConfig,
     compute: str | None,
+    z_loss: float = 0.0,
+    divisor: Array | None = None,
+    documents_BT: Array | None = None,
     tap: Tap = untouched,
 ) -> Array:
-    """() loss of one rank on its own tokens; B holds all its micro-batches."""
+    """() loss of one rank on its own tokens; B holds all its micro-batches. (F7)
+
+    Args:
+        params: full ones.
+        inputs_BT: tokens.
+        targets_BT: the tokens that follow.
+        config: of the model.
+        compute: dtype of the forward; None: that of the parameters.
+        z_loss: see (M6).
+        divisor: () by which the losses' sum is divided; None: all targets count, by their number.
+        documents_BT: see ``forward``.
+        tap: see ``forward``.
+    """
     if compute is not None:
         params = {k: v.astype(compute) for k, v in params.items()}
-    return token_loss(forward(params, inputs_BT, config=config, tap=tap), targets_BT)
+    logits_BTV = forward(params, inputs_BT, config=config, tap=tap, documents_BT=documents_BT)
+    if divisor is None and not z_loss:
+        return token_loss(logits_BTV, targets_BT)
+    summed = summed_loss(logits_BTV, targets_BT, z_loss=z_loss)
+    return summed / (targets_BT.size if divisor is None else divisor)
 
 
 def gradients(
@@ -175,11 +204,21 @@ def gradients(
     *,
     config: LlamaConfig,
     compute: str | None = None,
+    z_loss: float = 0.0,
+    divisor_RS: Array | None = None,
+    documents_RSBT: Array | None = None,
 ) -> tuple[Array, Arrays]:
     """(F2..F4) [R] loss and gradients of every replica by itself."""
     full = {k: gather(x, rows=shapes(config)[k][0]) for k, x in params.items()}
-    of_one_rank = jax.value_and_grad(functools.partial(rank_loss, config=config, compute=compute))
-    loss_RS, grads_RS = jax.vmap(jax.vmap(of_one_rank))(full, inputs_RSBT, targets_RSBT)
+
+    def loss(
+        full: Arrays, inputs: Array, targets: Array, divisor: Array | None, documents: Array | None
+    ) -> Array:
+        how: dict[str, Any] = {"config": config, "compute": compute, "z_loss": z_loss}
+        return rank_loss(full, inputs, targets, divisor=divisor, documents_BT=documents, **how)
+
+    of_all = jax.vmap(jax.vmap(jax.value_and_grad(loss)))
+    loss_RS, grads_RS = of_all(full, inputs_RSBT, targets_RSBT, divisor_RS, documents_RSBT)
     return loss_RS.mean(axis=1), {k: scatter(g) for k, g in grads_RS.items()}
 
 
@@ -223,11 +262,13 @@ def local_step(
     *,
     config: LlamaConfig,
     inner: Inner,
+    divisor_RS: Array | None = None,
+    documents_RSBT: Array | None = None,
 ) -> tuple[TrainState, StepReport]:
     """One inner step of every replica by itself. (F2..F6)"""
-    loss_R, grads = gradients(
-        state.params, inputs_RSBT, targets_RSBT, config=config, compute=inner.compute
-    )
+    how: dict[str, Any] = {"config": config, "compute": inner.compute, "z_loss": inner.z_loss}
+    how |= {"divisor_RS": divisor_RS, "documents_RSBT": documents_RSBT}
+    loss_R, grads = gradients(state.params, inputs_RSBT, targets_RSBT, **how)
     state, norm_R = update(state, grads, lr, config=config, inner=inner)
     return state, StepReport(loss_R, norm_R, grads)
 

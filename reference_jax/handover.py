@@ -47,7 +47,15 @@ from reference_jax.sync.penalty import Verdict
 from reference_jax.trace_file import plain
 from reference_jax.train import Run, train
 
-COUNTERS = ("step", "steps_since", "local_tokens", "is_due", "wants_checkpoint", "elapsed_ns")
+COUNTERS = (
+    "step",
+    "rows",
+    "steps_since",
+    "local_tokens",
+    "is_due",
+    "wants_checkpoint",
+    "elapsed_ns",
+)
 
 
 class Layout(NamedTuple):
@@ -79,6 +87,10 @@ def read(folder: str | Path, config: TrainConfig) -> Run:
         raise ValueError(f"{folder} has {len(saved.own)} replicas, not {config.replicas}")
     if any(one.get("counter/is_due", 0) for one in saved.own):
         raise ValueError(f"in {folder} a round waits for the next forward; save a step later")
+    if tokens := saved.scalars.get("tokens_per_step"):
+        of_step = tokens // (config.replicas * fixed["data.sequence"])
+        if any(one["counter/rows"] != one["counter/step"] * of_step for one in saved.own):
+            raise ValueError(f"{folder} went on from another layout; its batches begin elsewhere")
 
     def of(kind: str) -> Host:
         return {k: np.stack([one[f"{kind}/{k}"] for one in saved.own]) for k in names}
@@ -167,7 +179,8 @@ def write(folder: str | Path, run: Run, layout: Layout, *, shards: int | None = 
         raise ValueError("a replica waits for its round; save after the next one")
     shards = run.config.shards if shards is None else shards
     tokens = run.config.accumulate * layout.batch * layout.sequence * shards
-    own = [_own(run, n, of_one=tokens) for n in range(run.config.replicas)]
+    rows = tokens // layout.sequence
+    own = [_own(run, n, of_one=tokens, rows=rows) for n in range(run.config.replicas)]
     saved = Saved(plain(_scalars(run, layout, of_one=tokens)), _shared(run), own, shards)
     return save(folder, saved)
 
@@ -184,7 +197,7 @@ def _shared(run: Run) -> Host:
     return found
 
 
-def _own(run: Run, n: int, *, of_one: int) -> Host:
+def _own(run: Run, n: int, *, of_one: int, rows: int) -> Host:
     state, found = run.state, dict[str, np.ndarray]()
     arrays = {"param": state.params, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
     if run.rounds is not None and _owes(run):
@@ -192,9 +205,10 @@ def _own(run: Run, n: int, *, of_one: int) -> Host:
     for kind, of_all in arrays.items():
         found |= {f"{kind}/{k}": x_R[n] for k, x_R in run.host(of_all).items()}
     found |= {f"step/{k}": np.array(np.asarray(x_R)[n]) for k, x_R in state.step.items()}
-    counted = dict.fromkeys(COUNTERS, 0) | {"step": int(run.steps_R[n])}
+    steps = int(run.steps_R[n])
+    counted = dict.fromkeys(COUNTERS, 0) | {"step": steps, "rows": steps * rows}
     if run.config.method == "synchronous":
-        counted = {"step": counted["step"]}
+        counted = {k: counted[k] for k in ("step", "rows")}
     elif run.pace is not None:
         pace = run.pace
         counted |= {"steps_since": pace.steps[n], "local_tokens": pace.local[n]}

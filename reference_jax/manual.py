@@ -122,7 +122,9 @@ def step_of_rank(
 
     def loss_of_shards(shards: Arrays) -> Array:
         full = {k: gather(shards[k], rows=rows[k]) for k in rows}
-        return rank_loss(full, inputs_BT, targets_BT, config=config, compute=inner.compute)
+        return rank_loss(
+            full, inputs_BT, targets_BT, config=config, compute=inner.compute, z_loss=inner.z_loss
+        )
 
     loss, sums = jax.value_and_grad(loss_of_shards)(state.params)  # backward: psum_scatter
     grads = {k: g / axis_size("shard") for k, g in sums.items()}

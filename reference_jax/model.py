@@ -1,13 +1,16 @@
-"""Chapter 2. The model: Llama 3, for one rank that holds all weights.
+"""Chapter 2. The model: Llama 3 and Qwen 3, for one rank that holds all weights.
 
 You learn what the forward pass computes; nothing here knows of replicas or shards.
 
     (M1) x <- x + Attention(RMSNorm(x)),   x <- x + W2 (silu(W1 h) * W3 h),  h = RMSNorm(x)
     (M2) RMSNorm(x) = x / sqrt(mean(x^2) + eps) * gain
     (M3) rotary: features (2i, 2i+1) at position p turn by p * theta^(-2i/E)
-    (M4) attention: softmax(q k / sqrt(E)) v over earlier positions; H / K query heads
-         share one key/value head
+    (M4) attention: softmax(q k / sqrt(E)) v over earlier positions, of the same document if
+         rows hold several; H / K query heads share one key/value head. Qwen 3 puts the queries
+         of each head, and the keys, through (M2) before (M3)
     (M5) loss: mean over all positions of -log softmax(logits)[target]
+    (M6) z-loss: Z (log sum exp(logits))^2 of a position is added to it; targets of IGNORE count
+         nowhere, and the mean is over those that do
 
 The model is written in Flax NNX and split once into its structure (``graphdef``) and its
 parameters. The algorithms of later chapters see only a flat dict from canonical names
@@ -40,18 +43,24 @@ from reference_jax.mesh import pretend_devices
 
 Arrays = dict[str, Array]
 Units = tuple[tuple[str, tuple[str, ...]], ...]  # (unit, names of its parameters), in forward order
+IGNORE = -100  # a target that does not count
 Tap = Callable[[str, Array], Array]  # (unit, its output) -> what the next unit is given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """Sizes of the model; ``rope_factor=1`` leaves the rotary frequencies alone."""
+    """Sizes of the model; ``rope_factor=1`` leaves the rotary frequencies alone.
 
+    Another architecture derives its own, as gpt2.py does, and says how it differs.
+    """
+
+    kind: str = "llama"  # or "qwen3"
     vocabulary: int
     dim: int
     layers: int
     heads: int
     kv_heads: int
+    head_dim: int = 0  # width of a head; 0: dim / heads
     hidden: int
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
@@ -61,6 +70,28 @@ class LlamaConfig:
     rope_original_context: int = 8192
     tied: bool = False
     init_std: float = 0.02
+
+    @property
+    def width(self) -> int:
+        """E"""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Parameters of a block, in order of the forward."""
+        norms = ("q_norm", "k_norm") if self.kind == "qwen3" else ()
+        names = ["attention_norm", *(f"attention.{w}" for w in ("wq", "wk", "wv", "wo", *norms))]
+        names += ["ffn_norm", *(f"feed_forward.{w}" for w in ("w1", "w2", "w3"))]
+        return tuple(f"{name}.weight" for name in names)
+
+    @property
+    def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Parameters before the blocks and, but for the head, behind them."""
+        return ("tok_embeddings.weight",), ("norm.weight",)
+
+    def build(self, dtype: DTypeLike, rng: Generator) -> nnx.Module:
+        """The model with weights drawn by ``rng``."""
+        return Llama(self, dtype, rng)
 
 
 def wide(x: Array) -> Array:
@@ -101,8 +132,7 @@ class RMSNorm(Weight):
 
 def rope_angles(config: LlamaConfig, length: int) -> np.ndarray:
     """(T, E / 2) float64 angles in radians; (M3), stretched for longer contexts."""
-    width = config.dim // config.heads
-    frequencies = []
+    width, frequencies = config.width, []
     for i in range(0, width, 2):
         f = config.rope_theta ** (-i / width)
         wavelength, context = 2 * math.pi / f, config.rope_original_context
@@ -126,31 +156,50 @@ def rotate(x_BTHE: Array, angles: np.ndarray) -> Array:
     return turned.reshape(x_BTHE.shape).astype(x_BTHE.dtype)
 
 
+def is_seen(length: int, documents_BT: Array | None = None) -> Array:
+    """(T, T), or (B, 1, T, T) of several documents a row, bool: query sees key. (M4)"""
+    is_past = jnp.tril(jnp.ones((length, length), bool))
+    if documents_BT is None:
+        return is_past
+    return is_past & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+
+
+def attend(q_BTHE: Array, k_BTKE: Array, v_BTKE: Array, mask: Array) -> Array:
+    """(M4) (B, T, H * E) values, weighed; ``mask`` is of ``is_seen``."""
+    b, t, heads, width = q_BTHE.shape
+    shared = heads // k_BTKE.shape[2]
+    k_BTHE, v_BTHE = (jnp.repeat(x, shared, axis=2) for x in (k_BTKE, v_BTKE))
+    dtype = jnp.promote_types(q_BTHE.dtype, jnp.float32)
+    scores = product("bqhe,bkhe->bhqk", q_BTHE, k_BTHE, dtype) / math.sqrt(width)
+    share = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(q_BTHE.dtype)
+    return product("bhqk,bkhe->bqhe", share, v_BTHE).reshape(b, t, heads * width)
+
+
 class Attention(nnx.Module):
     """(M4)"""
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike, rng: Generator) -> None:
         self.config = config
-        dim, std = config.dim, config.init_std
-        kv_dim = dim // config.heads * config.kv_heads
-        self.wq = Linear((dim, dim), std, dtype, rng)
+        dim, std, width = config.dim, config.init_std, config.width
+        q_dim, kv_dim = width * config.heads, width * config.kv_heads
+        self.wq = Linear((q_dim, dim), std, dtype, rng)
         self.wk = Linear((kv_dim, dim), std, dtype, rng)
         self.wv = Linear((kv_dim, dim), std, dtype, rng)
-        self.wo = Linear((dim, dim), std / math.sqrt(2 * config.layers), dtype, rng)
+        self.wo = Linear((dim, q_dim), std / math.sqrt(2 * config.layers), dtype, rng)
+        if config.kind == "qwen3":
+            self.q_norm = RMSNorm((width,), 0.0, dtype, rng)
+            self.k_norm = RMSNorm((width,), 0.0, dtype, rng)
 
-    def __call__(self, x_BTD: Array) -> Array:
-        c, (b, t, d) = self.config, x_BTD.shape
-        width, shared = d // c.heads, c.heads // c.kv_heads
+    def __call__(self, x_BTD: Array, mask: Array) -> Array:
+        c, (b, t, _) = self.config, x_BTD.shape
+        q_BTHE = self.wq(x_BTD).reshape(b, t, c.heads, c.width)
+        k_BTKE = self.wk(x_BTD).reshape(b, t, c.kv_heads, c.width)
+        v_BTKE = self.wv(x_BTD).reshape(b, t, c.kv_heads, c.width)
+        if c.kind == "qwen3":
+            q_BTHE = self.q_norm(q_BTHE, c.norm_eps)
+            k_BTKE = self.k_norm(k_BTKE, c.norm_eps)
         angles = rope_angles(c, t)
-        q_BTHE = rotate(self.wq(x_BTD).reshape(b, t, c.heads, width), angles)
-        k_BTKE = rotate(self.wk(x_BTD).reshape(b, t, c.kv_heads, width), angles)
-        v_BTKE = self.wv(x_BTD).reshape(b, t, c.kv_heads, width)
-        k_BTHE, v_BTHE = (jnp.repeat(x, shared, axis=2) for x in (k_BTKE, v_BTKE))
-        dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        scores = product("bqhe,bkhe->bhqk", q_BTHE, k_BTHE, dtype) / math.sqrt(width)
-        is_past = jnp.tril(jnp.ones((t, t), bool))
-        share = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf), axis=-1).astype(x_BTD.dtype)
-        return self.wo(product("bhqk,bkhe->bqhe", share, v_BTHE).reshape(b, t, d))
+        return self.wo(attend(rotate(q_BTHE, angles), rotate(k_BTKE, angles), v_BTKE, mask))
 
 
 class FeedForward(nnx.Module):
@@ -176,8 +225,8 @@ class Block(nnx.Module):
         self.ffn_norm = RMSNorm((config.dim,), 0.0, dtype, rng)
         self.feed_forward = FeedForward(config, dtype, rng)
 
-    def __call__(self, x: Array) -> Array:
-        x = x + self.attention(self.attention_norm(x, self.eps))
+    def __call__(self, x: Array, mask: Array) -> Array:
+        x = x + self.attention(self.attention_norm(x, self.eps), mask)
         return x + self.feed_forward(self.ffn_norm(x, self.eps))
 
 
@@ -198,10 +247,13 @@ class Llama(nnx.Module):
         if not config.tied:
             self.output = Linear(table, config.init_std, dtype, rng)
 
-    def __call__(self, tokens_BT: Array, tap: Tap = untouched) -> Array:
+    def __call__(
+        self, tokens_BT: Array, tap: Tap = untouched, documents_BT: Array | None = None
+    ) -> Array:
+        mask = is_seen(tokens_BT.shape[1], documents_BT)
         x = tap("embedding", self.tok_embeddings.weight[...][tokens_BT])
         for i, block in enumerate(self.layers):
-            x = tap(f"layers.{i}", block(x))
+            x = tap(f"layers.{i}", block(x, mask))
         head = self.tok_embeddings if self.tied else self.output
         return tap("head", head(self.norm(x, self.eps)))
 
@@ -229,14 +281,14 @@ def to_nested(flat: dict[str, Any]) -> dict[Any, Any]:
 
 def init_params(config: LlamaConfig, *, seed: int, dtype: DTypeLike) -> Arrays:
     """Flat dict of one complete set of initial parameters."""
-    _, params = nnx.split(Llama(config, dtype, default_rng(seed)))
+    _, params = nnx.split(config.build(dtype, default_rng(seed)))
     return to_flat(nnx.to_pure_dict(params))
 
 
 @functools.cache
 def structure(config: LlamaConfig) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """NNX's graphdef and the shape of every parameter by name; allocates nothing."""
-    abstract = nnx.eval_shape(lambda: Llama(config, jnp.float32, default_rng(0)))
+    abstract = nnx.eval_shape(lambda: config.build(jnp.float32, default_rng(0)))
     graphdef, params = nnx.split(abstract)
     return graphdef, {k: v.shape for k, v in to_flat(nnx.to_pure_dict(params)).items()}
 
@@ -249,16 +301,14 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def units(config: LlamaConfig) -> Units:
     """The pieces that are unsharded and synchronised as one: embedding, blocks, head."""
-    inside = ["attention_norm", *(f"attention.{w}" for w in ("wq", "wk", "wv", "wo"))]
-    inside += ["ffn_norm", *(f"feed_forward.{w}" for w in ("w1", "w2", "w3"))]
     blocks = tuple(
-        (f"layers.{i}", tuple(f"layers.{i}.{name}.weight" for name in inside))
+        (f"layers.{i}", tuple(f"layers.{i}.{name}" for name in config.inside))
         for i in range(config.layers)
     )
+    first, last = config.ends
     if config.tied:
-        return (("embedding", ("tok_embeddings.weight", "norm.weight")), *blocks)
-    first = ("embedding", ("tok_embeddings.weight",))
-    return (first, *blocks, ("head", ("norm.weight", "output.weight")))
+        return (("embedding", (*first, *last)), *blocks)
+    return (("embedding", first), *blocks, ("head", (*last, "output.weight")))
 
 
 def whole_model(config: LlamaConfig) -> Units:
@@ -267,10 +317,24 @@ def whole_model(config: LlamaConfig) -> Units:
 
 
 def forward(
-    params: Arrays, tokens_BT: Array, *, config: LlamaConfig, tap: Tap = untouched
+    params: Arrays,
+    tokens_BT: Array,
+    *,
+    config: LlamaConfig,
+    tap: Tap = untouched,
+    documents_BT: Array | None = None,
 ) -> Array:
-    """(B, T, V) logits, in the dtype of the parameters; ``tap`` sees what leaves each unit."""
-    logits_BTV: Array = nnx.merge(structure(config)[0], to_nested(params))(tokens_BT, tap)
+    """(B, T, V) logits, in the dtype of the parameters.
+
+    Args:
+        params: by canonical name.
+        tokens_BT: ids.
+        config: of the model.
+        tap: sees what leaves each unit.
+        documents_BT: number of each token's document in its row; None: a row is one document.
+    """
+    model = nnx.merge(structure(config)[0], to_nested(params))
+    logits_BTV: Array = model(tokens_BT, tap, documents_BT)
     return logits_BTV
 
 
@@ -278,6 +342,15 @@ def token_loss(logits_BTV: Array, targets_BT: Array) -> Array:
     """(M5) () mean cross entropy; natural logarithm."""
     log_share = jax.nn.log_softmax(wide(logits_BTV), axis=-1)
     return -jnp.take_along_axis(log_share, targets_BT[..., None], axis=-1).mean()
+
+
+def summed_loss(logits_BTV: Array, targets_BT: Array, *, z_loss: float) -> Array:
+    """(M6) () sum over the targets that count of cross entropy and z-loss."""
+    w, counts_BT = wide(logits_BTV), targets_BT != IGNORE
+    at_BT1 = jnp.where(counts_BT, targets_BT, 0)[..., None]
+    lse_BT = jax.nn.logsumexp(w, axis=-1)
+    loss_BT = lse_BT - jnp.take_along_axis(w, at_BT1, axis=-1)[..., 0]
+    return jnp.where(counts_BT, loss_BT + z_loss * jnp.square(lse_BT), 0).sum()
 
 
 def main() -> None:

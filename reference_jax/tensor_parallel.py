@@ -138,7 +138,7 @@ def together(partial_PSBTD: Array) -> Array:
 
 def heads(w: Arrays, x_BTD: Array, config: LlamaConfig) -> Array:
     """(M4) [B, T, H / P * E] by the heads of one device; as many as its ``wq`` has."""
-    width, (b, t, _) = config.dim // config.heads, x_BTD.shape
+    width, (b, t, _) = config.width, x_BTD.shape
     angles, shared = rope_angles(config, t), config.heads // config.kv_heads
     q, k, v = (product("btd,od->bto", x_BTD, w[n]).reshape(b, t, -1, width) for n in COLUMN[:3])
     q, k = rotate(q, angles), rotate(k, angles)
@@ -200,7 +200,13 @@ def logits_and_loss(
     config: LlamaConfig,
     tell: Tell = silent,
 ) -> tuple[Array, Array]:
-    """[P@tp, S, B, T, V / P] logits and the () mean loss over all tokens."""
+    """[P@tp, S, B, T, V / P] logits and the () mean loss over all tokens.
+
+    Raises:
+        ValueError: an architecture that this chapter does not cut.
+    """
+    if config.kind != "llama":
+        raise ValueError(f"this chapter cuts a llama, not a {config.kind}")
     w = {k: read(k, x, config) for k, x in params.items()}
     x = jax.vmap(lambda table, ids: table[ids])(w["tok_embeddings.weight"], inputs_SBT)
     for i in range(config.layers):

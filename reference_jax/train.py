@@ -7,6 +7,8 @@ You learn that a method is two decisions a step, taken by a Python ``if``.
     (T2) synchronous, or t <= W:  warmup_step;  else  local_step
     (T3) t = W (or before step 1 if W = 0): take the anchor
     (T4) whatever chapter `methods` says follows step t
+    (T6) if targets are left out: each rank's losses are divided as (F7) says, counted over its
+         replica, in a synchronous step over all
     By the clock (aedit) t counts ticks after W, in which some replicas step and others wait, and
     the schedule goes by the estimate (V1), which at equal speeds is (T1).
 
@@ -20,8 +22,10 @@ without padding. ``perturb`` makes a replica sick right before a round is measur
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -40,13 +44,14 @@ from reference_jax.fsdp import (
 from reference_jax.local_sgd import SyncState, replicas_are_equal
 from reference_jax.mesh import ONE_EACH, PER_REPLICA, make_mesh, pretend_devices, put
 from reference_jax.methods import Rounds, TrainConfig, run_round, units_of
-from reference_jax.model import LlamaConfig, init_params, shapes
+from reference_jax.model import IGNORE, LlamaConfig, init_params, shapes
 from reference_jax.record import Done, Host, Record, Seen, Told, Voted, event_of
 from reference_jax.schedules import learning_rate
 
 __all__ = ["Host", "Record", "Run", "TrainConfig", "event_of", "run_round", "train", "units_of"]
 
-Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # micro-step, from 0 -> two [R, S, B, T]
+Batch = tuple[np.ndarray, ...]  # inputs, targets, and documents if rows are packed by (B4)
+Batches = Callable[[int], Batch]  # micro-step, from 0 -> arrays [R, S, B, T]
 Perturb = Callable[[int, Host], Host]  # (step, params [R, ...]) -> params
 
 
@@ -69,27 +74,44 @@ class Run:
         """What replicas agree on; None before they part."""
         return None if self.rounds is None else self.rounds.sync
 
-    def inner_step(self, inputs: np.ndarray, targets: np.ndarray, lr: float) -> StepReport:
-        """(T2, T3) ``inputs`` and ``targets`` are [R, S, B, T] with all micro-batches in B."""
+    def inner_step(
+        self,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        documents: np.ndarray | None = None,
+        *,
+        lr: float,
+    ) -> StepReport:
+        """(T2, T3) a ``Batch``, [R, S, B, T] with all micro-batches in B."""
         is_synchronous = self.config.method == "synchronous" or self.step < self.config.warmup
         advance = warmup_step if is_synchronous else local_step
         seen: StepReport
         batch = [put(x, self.mesh, PER_REPLICA) for x in (inputs, targets)]
+        how: dict[str, Any] = {"config": self.config.model, "inner": self.config.inner}
+        if documents is not None:
+            how["documents_RSBT"] = put(documents, self.mesh, PER_REPLICA)
+        counts_RS = (targets != IGNORE).sum(axis=(2, 3))  # (T6)
+        own_R = np.maximum(1, counts_RS.sum(axis=1)) / counts_RS.shape[1]
+        mean = np.maximum(1, counts_RS.sum()) / counts_RS.size
+        over_R = np.full_like(own_R, mean) if is_synchronous else own_R
+        leaves_out = counts_RS.min() < targets[0, 0].size
+        if leaves_out:
+            dtype = next(iter(self.state.params.values())).dtype
+            divisor_RS = np.broadcast_to(over_R[:, None], counts_RS.shape).astype(dtype)
+            how["divisor_RS"] = put(divisor_RS, self.mesh, PER_REPLICA)
         with jax.set_mesh(self.mesh):
-            self.state, seen = advance(
-                self.state, *batch, lr, config=self.config.model, inner=self.config.inner
-            )
+            self.state, seen = advance(self.state, *batch, lr, **how)
+        if leaves_out:  # what is told is a replica's own mean
+            seen = seen._replace(loss_R=jnp.asarray(np.array(seen.loss_R) * (over_R / own_R)))
         self.step += 1
         self.steps_R = self.steps_R + 1
         self._join_if_due()
         return seen
 
-    def tick(
-        self, inputs: np.ndarray, targets: np.ndarray, lr: float, is_active_R: np.ndarray
-    ) -> StepReport:
+    def tick(self, batch: Batch, lr: float, is_active_R: np.ndarray) -> StepReport:
         """An inner step of the replicas that are active; the others stay what they were."""
         before = self.state
-        seen = self.inner_step(inputs, targets, lr)
+        seen = self.inner_step(*batch, lr=lr)
         with jax.set_mesh(self.mesh):
             self.state = only(put(is_active_R, self.mesh, ONE_EACH), self.state, before)
         self.steps_R = self.steps_R - ~is_active_R
@@ -170,8 +192,8 @@ def train(
 
     Args:
         config: the run.
-        batches: micro-step from 0 -> inputs and targets [R, S, B, T] of all ranks; called
-            ``accumulate`` times per inner step.
+        batches: micro-step from 0 -> a ``Batch`` of all ranks; called ``accumulate`` times per
+            inner step.
         params: one unpadded set by canonical name; None draws one of ``dtype``.
         dtype: see ``params``.
         perturb: called with the step and all parameters [R, ...] right before every round.
@@ -188,12 +210,13 @@ def train(
         run = Run(config, replicate(params, config.replicas))
     by_steps = config.warmup if config.method == "aedit" else config.steps
     for t in range(run.step + 1, min(by_steps, config.steps) + 1):
-        inputs, targets = batch_of_step(config, batches, run.steps_R)
-        lr = learning_rate_at(t * inputs.size, config, of_step=inputs.size)
-        seen = run.inner_step(inputs, targets, lr)
+        batch = batch_of_step(config, batches, run.steps_R)
+        of_step = batch[0].size
+        lr = learning_rate_at(t * of_step, config, of_step=of_step)
+        seen = run.inner_step(*batch, lr=lr)
         inner = run.state
         told = run.after(is_last=t == config.steps, perturb=perturb)
-        yield record_of(run, seen, t * inputs.size, lr, inner, told)
+        yield record_of(run, seen, t * of_step, lr, inner, told)
     if by_steps < config.steps:
         yield from ticks(run, config, batches, perturb)
 
@@ -210,13 +233,13 @@ def ticks(
     pace = run.pace
     while pace.agreed < pace.total:
         is_active_R = np.array(pace.is_active())
-        inputs, targets = batch_of_step(config, batches, run.steps_R)
+        batch = batch_of_step(config, batches, run.steps_R)
         for n in range(config.replicas):
             if is_active_R[n]:
                 pace.stepped(n)
                 tokens = pace.estimate(n)  # the same for all that step
         lr = learning_rate_at(tokens, config, of_step=of_step)
-        seen = run.tick(inputs, targets, lr, is_active_R)
+        seen = run.tick(batch, lr, is_active_R)
         inner, told = run.state, list[Voted | Told]()
         if not any(pace.is_active()):
             steps, is_empty = pace.meet()
@@ -226,20 +249,18 @@ def ticks(
         yield record_of(run, seen, tokens, lr, inner, told, is_active_R)
 
 
-def batch_of_step(
-    config: TrainConfig, batches: Batches, steps_R: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets [R, S, B, T] of each replica's own next step, micro-batches in B."""
+def batch_of_step(config: TrainConfig, batches: Batches, steps_R: np.ndarray) -> Batch:
+    """The ``Batch`` of each replica's own next step, micro-batches in B."""
     k = config.accumulate
     dealt = {s: [batches(i) for i in range(s * k, (s + 1) * k)] for s in set(steps_R.tolist())}
     sides = []
-    for side in range(2):
+    for side in range(len(dealt[int(steps_R[0])][0])):
         rows = [
             np.concatenate([micro[side][n] for micro in dealt[s]], axis=1)
             for n, s in enumerate(steps_R.tolist())
         ]
         sides.append(np.stack(rows))
-    return sides[0], sides[1]
+    return tuple(sides)
 
 
 def learning_rate_at(tokens: int, config: TrainConfig, *, of_step: int) -> float:

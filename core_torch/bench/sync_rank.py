@@ -21,6 +21,7 @@ from core_torch.collectives import gather_json
 from core_torch.config import RunConfig, ShardConfig, SyncConfig
 from core_torch.data.corpus import open_corpus
 from core_torch.errors import ConfigError
+from core_torch.evaluation import evaluate
 from core_torch.mesh import Mesh
 from core_torch.models import token_loss
 from core_torch.models.build import init_weights
@@ -29,7 +30,7 @@ from core_torch.shard.compat import graphs_compiled
 from core_torch.shard.model import shard_model
 from core_torch.sync.build import build_engine
 from core_torch.sync.rounds import Wait
-from core_torch.train import build, evaluate, finish, train
+from core_torch.train import build, finish, train
 
 OnEvent = Callable[[dict[str, Any]], None]
 FOREVER = 1_000_000_000  # steps between rounds of a replica that trains alone

@@ -20,7 +20,8 @@ from core_torch.collectives import PlainBuffers
 from core_torch.config import ModelConfig
 from core_torch.mesh import Mesh
 from core_torch.models.build import init_weights
-from core_torch.models.llama import Llama, token_loss
+from core_torch.models.llama import Llama
+from core_torch.models.loss import token_loss
 from core_torch.shard.wrap import plan_units
 
 

@@ -7,13 +7,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from core_torch.checkpoint.load import read
+from core_torch.checkpoint.load import Reader
+from core_torch.checkpoint.sound import find
 from core_torch.checkpoint.state import Layout
 from core_torch.config import RunConfig
 from core_torch.errors import CheckpointCorrupt, CheckpointMismatch
-from core_torch.models import Llama, build_model
-from core_torch.shard.access import gather_rows, is_sharded, local_shard
-from core_torch.train import DTYPES, TrainState, anchor
+from core_torch.evaluation import anchor
+from core_torch.models import Model, build_model
+from core_torch.parallel.pieces import gather_stages, gather_whole
+from core_torch.shard.access import local_shard
+from core_torch.train import DTYPES, TrainState
 
 FILE = "model.safetensors"
 
@@ -31,11 +34,9 @@ def export_model(state: TrainState, folder: Path) -> Path:
     with anchor(state):
         mine = state.model.named_parameters() if state.mesh.replica.index == 0 else ()
         for name, p in mine:
-            local = local_shard(p)
-            full = local
-            if is_sharded(p):
-                full = gather_rows(local, p.shape, state.mesh.shard, scope="export")
+            full = gather_whole(local_shard(p), p, state.mesh, scope="export")
             whole[name] = full.cpu().contiguous()
+    whole = gather_stages(whole, state.mesh)
     if state.mesh.is_lead:
         temporary = folder / f".{FILE}.tmp"
         save_file(whole, temporary)
@@ -43,7 +44,7 @@ def export_model(state: TrainState, folder: Path) -> Path:
     return folder / FILE
 
 
-def load_model(folder: Path, config: RunConfig, vocabulary: int) -> Llama:
+def load_model(folder: Path, config: RunConfig, vocabulary: int) -> Model:
     """The exported model of a run in one process; of an unfinished run, its last commit.
 
     Raises:
@@ -57,9 +58,9 @@ def load_model(folder: Path, config: RunConfig, vocabulary: int) -> Llama:
         except (SafetensorError, OSError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     else:
-        saved = read(folder, layout=Layout(0, 0, config.mesh.replicas, 1))
-        kind = "anchor/" if saved.shared else "param/"
-        held = saved.shared or saved.own
+        reader = Reader(find(folder), Layout(0, 0, 1, 1))
+        shared = reader.shared()
+        kind, held = ("anchor/", shared) if shared else ("param/", reader.own(0))
         tensors = {
             name.removeprefix(kind): shard.local
             for name, shard in held.items()
@@ -69,14 +70,14 @@ def load_model(folder: Path, config: RunConfig, vocabulary: int) -> Llama:
     return model
 
 
-def empty_model(config: RunConfig, vocabulary: int) -> Llama:
+def empty_model(config: RunConfig, vocabulary: int) -> Model:
     """A model of the run's shape, with its initial weights."""
     size = config.model.vocabulary or vocabulary
     return build_model(config.model, size, seed=config.train.seed, dtype=DTYPES[config.train.dtype])
 
 
 @torch.no_grad()
-def _fill(model: Llama, tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _fill(model: Model, tensors: dict[str, torch.Tensor], path: Path) -> None:
     params = dict(model.named_parameters())
     wrong = sorted(params.keys() ^ tensors.keys())
     wrong += [n for n in params.keys() & tensors.keys() if params[n].shape != tensors[n].shape]

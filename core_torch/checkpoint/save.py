@@ -1,6 +1,6 @@
 """Saving a step: every rank writes its files, rank 0 commits, and all ranks learn how it went.
 
-Saving only reads the run. Tensors on a GPU are copied to the host file by file.
+Saving only reads the run: it begins with a copy in host memory.
 """
 
 import shutil
@@ -26,6 +26,7 @@ from core_torch.checkpoint.commit import (
     sweep,
 )
 from core_torch.checkpoint.files import PRIVATE, Record, encode, flush, record_of, write_json
+from core_torch.checkpoint.staging import Staging
 from core_torch.checkpoint.state import Layout, SavedState, Shard, with_canonical_names
 from core_torch.errors import CheckpointError
 
@@ -38,7 +39,6 @@ def save(
     *,
     step: int,
     mesh_layout: Layout,
-    barrier: Callable[[], None],
     gather: Gather,
     tokenizer: Path | None,
     keep: int,
@@ -51,7 +51,6 @@ def save(
         state: this rank's part.
         step: completed inner steps, 0..99999999.
         mesh_layout: place of this rank.
-        barrier: waits for all ranks.
         gather: JSON-able objects of all ranks, in rank order, on every rank.
         tokenizer: file to keep beside the tensors.
         keep: commits that stay, at least 2.
@@ -64,7 +63,31 @@ def save(
         CheckpointError: any rank could not write; raised on all ranks, and the commits that
             were there before are still there.
     """
-    barrier()  # a lost peer shows before anything is written
+    return write(
+        run_folder,
+        Staging().copy(state),
+        step=step,
+        mesh_layout=mesh_layout,
+        gather=gather,
+        tokenizer=tokenizer,
+        keep=keep,
+        at_point=at_point,
+    )
+
+
+def write(
+    run_folder: Path,
+    state: SavedState,
+    *,
+    step: int,
+    mesh_layout: Layout,
+    gather: Gather,
+    tokenizer: Path | None,
+    keep: int,
+    at_point: AtPoint = no_fault,
+) -> Path:
+    """``save`` of what ``Staging`` has copied; may run in a thread."""
+    gather(None)  # a lost peer shows before anything is written
     together = _Together(gather, mesh_layout, step, run_folder)
     shared, own = state.shared if mesh_layout.replica == 0 else {}, state.own
     need = sum(s.local.nbytes for s in [*shared.values(), *own.values()])
@@ -161,8 +184,7 @@ def _write_shards(
     for name, shards in todo.items():
         renamed = with_canonical_names(shards)
         table[name] = tables.pieces_of(renamed)
-        # The file format wants contiguous tensors that share no storage.
-        copies = {k: s.local.detach().to("cpu", copy=True).contiguous() for k, s in renamed.items()}
+        copies = {k: s.local for k, s in renamed.items()}  # contiguous, and no two share storage
         save_file(copies, temporary / name)
         flush(temporary / name)
         records[name] = record_of(temporary / name)._asdict()

@@ -10,7 +10,7 @@ from core_torch.cli.run_folder import CONFIG, config_of
 from core_torch.config import DataConfig, RunConfig, TrainConfig
 from core_torch.config_file import to_toml
 from core_torch.errors import EXIT_OK, ConfigError, DataError
-from core_torch.report.text import human_bytes, human_count, one_line
+from core_torch.report.text import human_bytes, human_count, model_title, one_line
 
 
 def run(options: Any, words: list[str]) -> int:
@@ -90,8 +90,8 @@ def import_model(options: CkptImportOptions, source: Path) -> int:
     model = found.model
     dtype = found.dtype or "a dtype that config.json does not say"
     print(
-        f"{one_line(str(source))}: a Llama of {human_count(found.parameters)} parameters, "
-        f"{model.layers} layers of width {model.dim}, {model.vocabulary} token ids, in {dtype}"
+        f"{one_line(str(source))}: {model_title(model.kind, model.layers, model.dim)}, "
+        f"{human_count(found.parameters)} parameters, {model.vocabulary} token ids, in {dtype}"
     )
     for note in [*found.notes, *notes]:
         print(f"  note:   {one_line(note)}")

@@ -14,6 +14,7 @@ from core_torch.cli.ckpt_options import (
     CkptShowOptions,
     CkptVerifyOptions,
 )
+from core_torch.cli.data_options import DataPrepareOptions, DataShowOptions
 from core_torch.cli.launch_options import KubernetesOptions, SlurmOptions, TorchrunOptions
 from core_torch.cli.options import (
     BenchOptions,
@@ -135,6 +136,22 @@ COMMANDS = {
         1,
         1,
         "core_torch.cli.ckpt_hf",
+    ),
+    "data prepare": Command(
+        "data prepare SOURCE [SOURCE ...]",
+        "Turns files of documents into a folder of tokens, for runs of any length.",
+        (DataPrepareOptions(),),
+        1,
+        1000,
+        "core_torch.cli.data",
+    ),
+    "data show": Command(
+        "data show DIR",
+        "Shows a folder of tokens: sizes, fingerprint, beginning.",
+        (DataShowOptions(),),
+        1,
+        1,
+        "core_torch.cli.data",
     ),
     "bench shard": Command(
         "bench shard",
@@ -327,8 +344,7 @@ def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
     problems += [Problem(word, "is one word too many") for word in extra]
     if len(words) < command.fewest_words:
         missing = [word for word in command.usage.split() if word.isupper()][len(words)]
-        what = "trace" if name.startswith("parity ") else "model" if missing == "DIR" else "run"
-        problems.append(Problem(missing, f"is missing: the folder of a {what}"))
+        problems.append(Problem(missing, f"is missing: {_missing(name, missing)}"))
     options = []
     for base in command.bases:
         if isinstance(base, RunConfig) and words:
@@ -340,6 +356,14 @@ def parse(name: str, args: list[str]) -> tuple[tuple[Any, ...], list[str]]:
     if problems:
         raise _error(name, problems)
     return tuple(options), words
+
+
+def _missing(name: str, word: str) -> str:
+    """What a missing word of a command would have named."""
+    if name.startswith("data "):
+        return "a file or folder of documents" if word == "SOURCE" else "the folder of tokens"
+    what = "trace" if name.startswith("parity ") else "model" if word == "DIR" else "run"
+    return f"the folder of a {what}"
 
 
 def _with_file(base: RunConfig, path: str, problems: list[Problem]) -> RunConfig:

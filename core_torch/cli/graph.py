@@ -26,7 +26,7 @@ from core_torch.report.graph_page import (
     summary_row,
 )
 from core_torch.report.lanes import blocks_of, facts, waits_of
-from core_torch.report.text import counted, human_bytes, human_count
+from core_torch.report.text import counted, human_bytes, human_count, model_title
 from core_torch.report.timeline import DIRECTIONS, milliseconds, standalone
 from core_torch.shard.cost import Costs
 from core_torch.shard.preview import Preview, preview
@@ -99,7 +99,7 @@ def described(options: GraphOptions, found: Preview) -> str:
     model = options.model
     link = "a fast link" if options.network == "loopback" else f"a link of {options.network}"
     return (
-        f"Llama with {counted(model.layers, 'layer')} of width {model.dim} "
+        f"{model_title(model.kind, model.layers, model.dim)} "
         f"({human_count(found.parameters)} parameters), {counted(options.ranks, 'rank')} over "
         f"{link}, {options.batch} × {options.sequence} tokens a rank, wrap {options.wrap}, "
         f"{options.backend}, recompute {options.recompute}."

@@ -8,6 +8,7 @@ from typing import Literal
 
 from core_torch.bench.link import parse_network
 from core_torch.bench.plan import FEWEST_STEPS, SIZES, VARIANTS
+from core_torch.cli.watch_options import LogOptions, ProfileOptions
 from core_torch.config import METHODS, ModelConfig, Problem
 from core_torch.config_base import at_least
 from core_torch.errors import ConfigError
@@ -20,6 +21,8 @@ class TrainOptions:
     resume: str = "never"  # auto: go on from the last commit, if any; or a commit or run folder
     stop_after: int = 0  # inner step at which to commit and end, as if preempted; 0: none
     force: bool = False  # take the folder from another process that seems to hold it
+    log: LogOptions = field(default_factory=LogOptions)  # beside metrics.jsonl
+    profile: ProfileOptions = field(default_factory=ProfileOptions)  # of some steps
 
     def validate(self) -> list[Problem]:
         """Problems of these options."""
@@ -65,16 +68,21 @@ class SampleOptions:
     prompt: str = "\n"  # text to go on from
     tokens: int = 200  # how many to draw
     temperature: float = 0.8  # 0 takes the likeliest token each time
+    top_k: int = 0  # draw from so many likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that have this share together
     seed: int = 0  # of the draws
+    build: str = ""  # pkg:function that --model.build named, for a run with a module of one's own
 
     def validate(self) -> list[Problem]:
         """Problems of these options."""
         problems = [] if self.prompt else [Problem("prompt", "must hold at least one character")]
-        lowest = {"tokens": 1, "temperature": 0, "seed": 0}
+        lowest = {"tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
         for name, low in lowest.items():
             value = getattr(self, name)
             if not low <= value < float("inf"):
                 problems.append(Problem(name, f"must be at least {low} and finite, got {value}"))
+        if not 0 < self.top_p <= 1:
+            problems.append(Problem("top_p", f"must lie in (0, 1], got {self.top_p}"))
         return problems
 
 

@@ -18,7 +18,7 @@ class ParityRecordOptions:
     method: str = "edit"  # of training
     mesh: str = "2x2"  # replicas x shards; the reference computes a replica on one device
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"  # bfloat16: compute only
-    model: Literal["tiny", "gqa", "odd", "tied"] = "tiny"  # a small Llama
+    model: Literal["tiny", "gqa", "odd", "tied", "qwen", "gpt2"] = "tiny"  # the first four: Llama
     sharding: Literal["fsdp2", "simple_fsdp", "simple_fsdp_aot"] = "fsdp2"  # of the core
     steps: int = 8  # inner steps
     tensors: bool = False  # of the core: also keep every tensor, to see which element differs

@@ -14,7 +14,7 @@ from rich.text import Text
 from core_torch.cli.plan_options import PlanOptions
 from core_torch.config import RunConfig
 from core_torch.errors import EXIT_OK, ConfigError
-from core_torch.report.text import counted, human_bytes, human_count, method_title
+from core_torch.report.text import counted, human_bytes, human_count, mesh_title, method_title
 from core_torch.simulate.budget import (
     USABLE,
     Duration,
@@ -83,8 +83,8 @@ def described(plan: Plan) -> str:
     mesh, shard = config.mesh, config.shard
     way = shard.method + ("" if shard.compile == "off" else f" compiled by {shard.compile}")
     return (
-        f"{human_count(plan.parameters)} parameters, {counted(mesh.replicas, 'replica')} x "
-        f"{counted(mesh.shards, 'shard')}, {way}, {method_title(config.sync.method)}, "
+        f"{human_count(plan.parameters)} parameters, {mesh_title(mesh)}, {way}, "
+        f"{method_title(config.sync.method)}, "
         f"{config.train.dtype} stored, {computed(config)} computed."
     )
 
@@ -128,7 +128,7 @@ def traffic_table(plan: Plan) -> Table:
             totals[key] = totals.get(key, 0) + m.bytes
         for place, (key, size) in enumerate(totals.items()):
             table.add_row("" if place else occasion, *key, human_bytes(size))
-    for axis in ("shard", "replica"):
+    for axis in axes_of(plan):
         mean = human_bytes(mean_bytes(plan, axis))
         table.add_row("mean step, no warm-up", axis, "", "all", mean)
     return table
@@ -145,6 +145,13 @@ def occasions(plan: Plan) -> Iterator[tuple[str, list[Any]]]:
     yield "every step", traffic.local_step
     every = sync.every if isinstance(sync.every, str) else counted(sync.every, "step")
     yield f"round, each {every}", traffic.round
+
+
+def axes_of(plan: Plan) -> tuple[str, ...]:
+    """Axes of a plan's messages; those that cut a replica further only where they do."""
+    mesh = plan.config.mesh
+    inner = [name for name in ("tp", "pp") if getattr(mesh, name) > 1]
+    return ("shard", *inner, "model", "replica") if inner else ("shard", "replica")
 
 
 def work_table(plan: Plan) -> Table:
@@ -165,10 +172,18 @@ def work_table(plan: Plan) -> Table:
 
 def notes(plan: Plan) -> Iterator[str]:
     """What the figures mean."""
-    yield "FLOPs of a token: 6 P + 6 L T D, P elements of matrices that multiply it; causal."
+    yield "FLOPs of a token: 6 P + 6 L T H E, P elements of matrices that multiply it; causal."
     yield "Evaluation, samples and headers of files come on top. Estimates: see docs/plan.md."
     if isinstance(plan.config.sync.every, str):
         yield "Rounds go by the clock: they are not in the mean step."
+    if plan.config.mesh.tp > 1:
+        yield "Messages over tp are torch's own. Products wait for them: they are never hidden."
+    if plan.config.mesh.pp > 1:
+        yield (
+            f"Memory and payload are those of a rank of pp index {plan.stage}, whose device is "
+            "fullest. FLOPs are the mean over the stages."
+        )
+        yield f"In a step the stages wait for each other {100 * plan.bubble:.1f} % of the time."
 
 
 def times(plan: Plan, took: Duration | None) -> Iterator[str]:
@@ -176,8 +191,10 @@ def times(plan: Plan, took: Duration | None) -> Iterator[str]:
     if took is None:
         return
     steps = plan.config.train.steps
+    slices = f" {took.tp:.3g} s to slices," if took.tp else ""
+    slices += f" {took.pp:.3g} s to stages," if took.pp else ""
     yield (
-        f"A step computes {took.compute:.3g} s; sends {took.shard:.3g} s to shards and "
+        f"A step computes {took.compute:.3g} s; sends{slices} {took.shard:.3g} s to shards and "
         f"{took.replica:.3g} s to replicas, on rings."
     )
     yield (
@@ -218,12 +235,14 @@ def facts_of(own: PlanOptions, plan: Plan, took: Duration | None) -> dict[str, A
         "parameters": plan.parameters,
         "units": {name: numel(params) for name, params in plan.units.items()},
         "memory": [part._asdict() for part in plan.memory],
+        "stage": plan.stage,
+        "bubble": plan.bubble,
         "peak_bytes": plan.peak_bytes,
         "traffic": {
             kind: [m._asdict() for m in messages]
             for kind, messages in plan.traffic._asdict().items()
         },
-        "mean_step_bytes": {axis: mean_bytes(plan, axis) for axis in ("shard", "replica")},
+        "mean_step_bytes": {axis: mean_bytes(plan, axis) for axis in axes_of(plan)},
         "checkpoint_bytes": plan.checkpoint_bytes,
         "tokens_per_step": config.tokens_per_step,
         "tokens": config.tokens_per_step * config.train.steps,

@@ -53,11 +53,11 @@ class Agreement:
         """What all wish, as far as this step tells; the same on all ranks that make it together.
 
         Where no step should wait, the answer is that of the meeting before. By votes, "all" are
-        the shards of this replica; what becomes of their wish is for the votes to say.
+        the ranks of this replica; what becomes of their wish is for the votes to say.
         """
         mesh = self.state.mesh
         if self.is_by_votes:
-            return mine if mesh.shard.size == 1 else self._lagging(mine, mesh.shard.group)
+            return mine if mesh.model.size == 1 else self._lagging(mine, mesh.model.group)
         if self._meets_each_step():
             return self._lagging(mine, None)
         config = self.state.config.sync

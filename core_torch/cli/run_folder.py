@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from core_torch.config import RunConfig
-from core_torch.config_file import from_toml, replace_at
+from core_torch.config_file import BUILD, from_toml, replace_at
 from core_torch.errors import EXIT_OK, ConfigError, DataError, TwinshardError
 from core_torch.report.records import metrics_path, write_json
 
@@ -15,7 +15,7 @@ DATA = "data"  # folder of the prepared text
 LOGS = "logs"  # folder of the ranks' output
 
 
-def config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path, *, build: str = "") -> RunConfig:
     """The configuration that a run was trained with.
 
     Raises:
@@ -28,7 +28,7 @@ def config_of(folder: Path) -> RunConfig:
             likely="a mistyped path, or the folder above the runs",
             next=f"twinshard train --run {shlex.quote(str(folder))}",
         )
-    return from_toml(folder / CONFIG)
+    return from_toml(folder / CONFIG, replace_at(RunConfig(), {BUILD: build}))
 
 
 def named(config: RunConfig, *, under_torchrun: bool) -> RunConfig:

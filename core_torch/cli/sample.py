@@ -10,7 +10,7 @@ from core_torch.cli.options import SampleOptions
 from core_torch.cli.run_folder import config_of
 from core_torch.data.tokenizer import Tokenizer, load_tokenizer
 from core_torch.errors import EXIT_OK, CheckpointError, ConfigError
-from core_torch.models import Llama, generate
+from core_torch.models import Model, generate
 from core_torch.report.text import sanitise
 
 
@@ -25,7 +25,7 @@ def run(options: SampleOptions, words: list[str]) -> int:
         TwinshardError: no run, nothing committed yet, or files that do not fit each other.
     """
     folder = Path(words[0])
-    config = config_of(folder)
+    config = config_of(folder, build=options.build)
     commit = latest(folder)
     if commit is None:
         raise CheckpointError(
@@ -39,7 +39,7 @@ def run(options: SampleOptions, words: list[str]) -> int:
     return EXIT_OK
 
 
-def continue_text(model: Llama, tokenizer: Tokenizer, options: SampleOptions) -> str:
+def continue_text(model: Model, tokenizer: Tokenizer, options: SampleOptions) -> str:
     """What the model says after the prompt, without the prompt.
 
     Raises:
@@ -49,6 +49,12 @@ def continue_text(model: Llama, tokenizer: Tokenizer, options: SampleOptions) ->
     if not len(ids):
         raise ConfigError(f"prompt: the tokenizer makes no token of {options.prompt!r}")
     longer = generate(
-        model, ids, count=options.tokens, temperature=options.temperature, seed=options.seed
+        model,
+        ids,
+        count=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        top_k=options.top_k,
+        top_p=options.top_p,
     )
     return tokenizer.decode(longer[len(ids) :].numpy())

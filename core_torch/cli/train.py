@@ -6,21 +6,32 @@
 import contextlib
 import dataclasses
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from core_torch.checkpoint.commit import latest
+from core_torch.cli.data import skipped_lines
 from core_torch.cli.events import OnEvent
 from core_torch.cli.launch import Interrupted, launch
 from core_torch.cli.options import TrainOptions
 from core_torch.cli.progress import ProgressView
 from core_torch.cli.resume import Start, start_of
 from core_torch.cli.run_folder import CONFIG, DATA, LOGS, check_unused, named, write_outcome
+from core_torch.cli.watch_options import check_installed
 from core_torch.cli.worker import run_here, torchrun_place
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus, prepare
 from core_torch.errors import EXIT_OK, ConfigError, PeerLost, Preempted, TwinshardError
-from core_torch.report.text import counted, fixed, human_bytes, human_count, method_title, one_line
+from core_torch.report.text import (
+    counted,
+    fixed,
+    human_bytes,
+    human_count,
+    mesh_title,
+    method_title,
+    one_line,
+)
 
 _PATIENCE_SECONDS = 60.0  # the ranks' own deadline comes first, and says more
 
@@ -37,10 +48,11 @@ def run(options: tuple[TrainOptions, RunConfig], words: list[str]) -> int:
             "--resume auto needs the run to go on with",
             next="twinshard train RUN/config.toml --resume auto",
         )
+    check_installed(own.log)
     config = named(config, under_torchrun=torchrun_place() is not None)
     try:
         start = start_of(own.resume, config)
-        summary = train_run(config, start, force=own.force, stop_after=own.stop_after)
+        summary = train_run(config, start, own)
     except ConfigError:
         raise  # the run did not begin: the folder may be another's
     except TwinshardError as error:
@@ -52,16 +64,13 @@ def run(options: tuple[TrainOptions, RunConfig], words: list[str]) -> int:
     return EXIT_OK
 
 
-def train_run(
-    config: RunConfig, start: Start, *, force: bool, stop_after: int
-) -> dict[str, Any] | None:
+def train_run(config: RunConfig, start: Start, own: TrainOptions) -> dict[str, Any] | None:
     """Trains ``config`` and returns its summary, or None on ranks other than the first.
 
     Args:
         config: of the run; its folder is known.
         start: where it begins.
-        force: take the folder from another process that seems to hold it.
-        stop_after: inner step at which to commit and end; 0 for none.
+        own: how it begins and who watches.
 
     Raises:
         TwinshardError: see the classes in ``errors``.
@@ -71,18 +80,22 @@ def train_run(
         check_unused(config)
     corpus = prepare(config.data, folder / DATA)
     check_corpus(config, corpus)
+    place = torchrun_place()
+    if place is None or place.rank == 0:
+        tell_skipped(corpus)
     if config.train.init and start.folder is None:
         check_weights(config, corpus)
     entry = {
         "config": dataclasses.asdict(config),
         "data": str(folder / DATA),
         "resume": start,
-        "stop_after": stop_after,
-        "force": force,
+        "stop_after": own.stop_after,
+        "force": own.force,
         "prompt": None,
+        "log": dataclasses.asdict(own.log),
+        "profile": dataclasses.asdict(own.profile),
     }
     job = {"kind": "train", "runs": [entry], "preemptible": True}
-    place = torchrun_place()
     view = ProgressView() if place is None or place.rank == 0 else None
     try:
         with view or contextlib.nullcontext():
@@ -111,7 +124,14 @@ def check_corpus(config: RunConfig, corpus: Corpus) -> None:
             f"model.vocabulary: {known} is less than the tokenizer's {needed}",
             next="--model.vocabulary 0 takes the tokenizer's",
         )
-    corpus.check(sequence=config.data.sequence, draws=config.mesh.readers * config.data.batch)
+    draws = config.mesh.readers * config.data.batch
+    corpus.check(sequence=config.data.sequence, draws=draws, packing=config.data.packing)
+
+
+def tell_skipped(corpus: Corpus) -> None:
+    """Says on standard error which files of the text were left out, and why."""
+    for line in skipped_lines(corpus.skipped):
+        print(line, file=sys.stderr)
 
 
 def check_weights(config: RunConfig, corpus: Corpus) -> None:
@@ -134,7 +154,8 @@ def resume_command(config: RunConfig) -> str:
     commit = latest(folder)
     note = "nothing committed yet: from the start" if commit is None else f"from {commit.name}"
     path = shlex.quote(str(folder / CONFIG))
-    return f"twinshard train {path} --resume auto     ({note})"
+    code = f" --model.build {config.model.build}" if config.model.build else ""
+    return f"twinshard train {path} --resume auto{code}     ({note})"
 
 
 def report_of(config: RunConfig) -> str:
@@ -144,12 +165,13 @@ def report_of(config: RunConfig) -> str:
 
 def sample_of(config: RunConfig) -> str:
     """The command that writes text with this run's model."""
-    return f'twinshard sample {shlex.quote(config.run)} --prompt "To be, or not"'
+    code = f" --build {config.model.build}" if config.model.build else ""
+    return f'twinshard sample {shlex.quote(config.run)} --prompt "To be, or not"{code}'
 
 
 def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
     """What the run gave, where things are, and what to try next."""
-    name, mesh = one_line(config.run), config.mesh
+    name = one_line(config.run)
     sent = human_bytes(summary["replica_bytes"])
     facts = [
         f"loss {fixed(summary['loss'], 4)}",
@@ -160,7 +182,7 @@ def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{name}: {method_title(config.sync.method)}, {counted(config.train.steps, 'step')} on "
-            f"{counted(mesh.replicas, 'replica')} x {counted(mesh.shards, 'shard')}",
+            f"{mesh_title(config.mesh)}",
             *(f"  {fact}" for fact in facts),
             f"  files:  {name}/ (metrics.jsonl, events.jsonl, summary.json)",
             f"  text:   {sample_of(config)}",

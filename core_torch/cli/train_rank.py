@@ -14,6 +14,7 @@ from core_torch.cli.resume import Start
 from core_torch.cli.run_folder import CONFIG
 from core_torch.cli.session import Session, write_samples
 from core_torch.cli.signals import StopWish, listening
+from core_torch.cli.watch_options import LogOptions, ProfileOptions
 from core_torch.cli.worker import Context, Job
 from core_torch.collectives import gather_json
 from core_torch.config import RunConfig
@@ -28,7 +29,8 @@ def run(job: Job, context: Context) -> list[dict[str, Any] | None]:
 
     Each run is a dictionary: ``config``, ``data`` (folder of the prepared text), ``resume``
     (a ``resume.Start``, as a list), ``stop_after`` (inner step, 0 for none),
-    ``force``, and ``prompt`` for samples of text or None. All use the mesh of the first.
+    ``force``, ``prompt`` for samples of text or None, and if wanted ``log`` and ``profile`` as in
+    watch_options.py. All use the mesh of the first.
     ``job["preemptible"]`` says whether SIGTERM makes a run commit before it ends.
 
     Raises:
@@ -64,6 +66,8 @@ def run_one(
             emit=emit,
             asked=asked,
             stop_after=entry["stop_after"],
+            log=LogOptions(**entry.get("log", {})),
+            profile=ProfileOptions(**entry.get("profile", {})),
         )
         if mesh.is_lead:  # not before the checkpoint has accepted it
             (Path(config.run) / CONFIG).write_text(to_toml(config), encoding="utf-8")

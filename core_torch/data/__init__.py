@@ -1,5 +1,7 @@
 """Text to token batches; NumPy only, no torch.
 
-``corpus`` reads text and prepares a run's folder, ``tokenizer`` turns text into ids and back,
-``token_file`` keeps ids on disk, ``batches`` says which tokens a rank sees at which step.
+``sources`` reads documents, ``tokenizer`` turns text into ids and back, ``token_file`` keeps ids
+on disk. ``corpus`` prepares a run's own folder, ``preparing`` one for many runs, which
+``prepared`` opens. ``batches`` and ``mixture`` say which tokens a rank sees at which step,
+``reading`` gives them.
 """

@@ -10,11 +10,13 @@
 The file's size follows from the header, so a truncated file is noticed before any id is read.
 """
 
+import hashlib
 import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import numpy as np
 
@@ -67,6 +69,67 @@ def write_tokens(path: Path | str, ids: np.ndarray, vocabulary: int) -> None:
     itemsize = 2 if vocabulary <= 2**16 else 4
     header = HEADER.pack(MAGIC, VERSION, itemsize, vocabulary, len(ids))
     write_atomic(path, [header, np.ascontiguousarray(ids, dtype=f"<u{itemsize}").data])
+
+
+class TokenWriter:
+    """Writes a token file bit by bit; it counts only once it is closed without an error.
+
+    Args:
+        path: of the new file; not atomic, so it must lie in a folder that nobody reads yet.
+        vocabulary: every id is smaller.
+    """
+
+    def __init__(self, path: Path, vocabulary: int) -> None:
+        self.path, self.vocabulary, self.count = path, vocabulary, 0
+        self._type = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+        self._hash = hashlib.sha256()
+        self._file = path.open("xb")
+        self._file.write(bytes(HEADER.size))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def append(self, ids: np.ndarray) -> None:
+        """Writes (count,) ids.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        if len(ids) == 0:
+            return
+        _check_ids(ids, self.vocabulary, self.path)
+        raw = np.ascontiguousarray(ids, dtype=self._type).data
+        self._file.write(raw)
+        self._hash.update(raw)
+        self.count += len(ids)
+
+    @property
+    def sha256(self) -> str:
+        """Of the ids so far, as hexadecimal digits."""
+        return self._hash.hexdigest()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        with self._file as file:
+            if kind is not None:
+                return
+            file.seek(0)
+            itemsize = self._type.itemsize
+            file.write(HEADER.pack(MAGIC, VERSION, itemsize, self.vocabulary, self.count))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def ids_hash(tokens: TokenFile) -> str:
+    """SHA-256 of a file's ids, as ``TokenWriter.sha256``; reads all of it."""
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), _SCAN):
+        digest.update(np.ascontiguousarray(tokens.ids[start : start + _SCAN]).data)
+    return digest.hexdigest()
 
 
 def open_tokens(path: Path | str) -> TokenFile:

@@ -6,6 +6,7 @@ All of them read any Unicode text. Text never yields a special token: a document
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -107,7 +108,7 @@ class JsonTokenizer:
         return hashlib.sha256(self._inner.to_str().encode()).hexdigest()
 
 
-def make_tokenizer(config: DataConfig, text: str) -> Tokenizer:
+def make_tokenizer(config: DataConfig, text: str | Iterable[str]) -> Tokenizer:
     """Returns the tokenizer that ``config.tokenizer`` names; "bpe" is trained on ``text``.
 
     Raises:
@@ -120,10 +121,11 @@ def make_tokenizer(config: DataConfig, text: str) -> Tokenizer:
     return load_tokenizer(config.tokenizer)
 
 
-def train_bpe(text: str, vocabulary: int) -> JsonTokenizer:
+def train_bpe(text: str | Iterable[str], vocabulary: int) -> JsonTokenizer:
     """Returns a byte-level BPE; the same text gives the same tokenizer on every machine.
 
-    Id 0 is the end of text, 1..256 are bytes, merges follow. A short text yields fewer merges
+    Id 0 is the end of text, 1..256 are bytes, merges follow. No merge crosses from one text to the
+    next, if there are several. A short text yields fewer merges
     than asked for, and so a smaller vocabulary.
     """
     inner = tokenizers.Tokenizer(models.BPE())
@@ -135,7 +137,8 @@ def train_bpe(text: str, vocabulary: int) -> JsonTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator([text], trainer=trainer)
+    texts = [text] if isinstance(text, str) else text
+    inner.train_from_iterator(texts, trainer=trainer)
     return JsonTokenizer(inner)
 
 

@@ -1,4 +1,4 @@
-"""config.json of a Llama model to a ``ModelConfig`` and back.
+"""config.json of a Llama or Qwen 3 model to a ``ModelConfig`` and back.
 
 Read are the spellings of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
 (``rope_parameters``); written are both, since each reader passes over the other's. What the file
@@ -33,11 +33,16 @@ NEEDED = (
     "num_attention_heads",
     "intermediate_size",
 )
-LEFT_OUT: dict[str, Any] = {  # what transformers takes then; kv heads: as many as heads
+LEFT_OUT: dict[str, Any] = {  # what transformers takes then
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
+}
+LEFT_OUT_BY_QWEN3: dict[str, Any] = {  # Llama: as many kv heads as heads, and dim / heads
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
 }
 THETA_LEFT_OUT = 10_000.0
 SCALING = {  # of rope type llama3 -> RopeScaling; all of them must be there
@@ -48,8 +53,7 @@ SCALING = {  # of rope type llama3 -> RopeScaling; all of them must be there
 }
 ROPE_TYPES = ("default", "llama3")
 ONLY: dict[str, tuple[Any, ...]] = {  # what Twinshard's Llama computes; first: if left out
-    "model_type": ("llama",),
-    "architectures": (["LlamaForCausalLM"], None),
+    "model_type": ("llama", "qwen3"),
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -72,7 +76,9 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what Twinshard's Llama computes; first: 
     "quantization_config": (None,),
     "auto_map": (None,),  # its code, not transformers', would compute
 }
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 WITHOUT_EFFECT = set(
+    "architectures max_window_layers "
     "transformers_version dtype torch_dtype use_cache bos_token_id eos_token_id pad_token_id "
     "pretraining_tp head_dim rope_parameters rope_theta rope_scaling return_dict "
     "output_hidden_states output_attentions _name_or_path is_decoder is_encoder_decoder "
@@ -106,7 +112,8 @@ def from_json(raw: Any, where: str) -> Found:
     problems += _refused(raw)
     rope, found, more = _rope(raw)
     problems, notes = problems + found, notes + more + _strange(raw)
-    model, found = apply(ModelConfig(), values | rope)
+    kind = {"kind": raw["model_type"]} if raw.get("model_type") in CLASSES else {}
+    model, found = apply(ModelConfig(), values | rope | kind)
     problems += found
     if not problems:
         problems = all_problems(model)
@@ -118,7 +125,7 @@ def from_json(raw: Any, where: str) -> Found:
         raise ConfigError(
             f"{count} of config.json{listed}",
             where=where,
-            likely="not a plain Llama model, or one that needs what Twinshard does not compute",
+            likely="not a plain Llama or Qwen 3, or one that needs what Twinshard does not compute",
         )
     return Found(model, _dtype(raw), notes)
 
@@ -140,11 +147,11 @@ def to_json(
         rope = {theirs: getattr(scaling, own) for theirs, own in SCALING.items()}
         rope["rope_type"] = "llama3"
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [CLASSES[model.kind]],
+        "model_type": model.kind,
         **{theirs: getattr(model, own) for theirs, own in SAME.items()},
         "vocab_size": vocabulary,
-        "head_dim": model.dim // model.heads,
+        "head_dim": model.head_width,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -170,14 +177,24 @@ def _theirs(path: str) -> str:
 def _sizes(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fields that mean the same, and what was filled in."""
     filled = LEFT_OUT | {"num_key_value_heads": raw.get("num_attention_heads")}
+    if raw.get("model_type") == "qwen3":
+        filled |= LEFT_OUT_BY_QWEN3
     values, notes = {}, []
-    for theirs, own in SAME.items():
+    for theirs, own in (SAME | {"head_dim": "head_dim"}).items():
         value = raw.get(theirs)
         if value is None and (value := filled.get(theirs)) is not None:
             notes.append(f"{theirs} is not written: {value}, as transformers takes it")
         if value is not None:
             values[own] = value
+    if _is_plain_width(values):
+        values["head_dim"] = 0
     return values, notes
+
+
+def _is_plain_width(values: Mapping[str, Any]) -> bool:
+    """Whether heads together are as wide as the residual stream, as without a ``head_dim``."""
+    dim, heads, width = (values.get(x) for x in ("dim", "heads", "head_dim"))
+    return all(isinstance(x, int) for x in (dim, heads, width)) and width * heads == dim  # type: ignore[operator]
 
 
 def _refused(raw: Mapping[str, Any]) -> list[Problem]:
@@ -187,14 +204,15 @@ def _refused(raw: Mapping[str, Any]) -> list[Problem]:
         value = raw.get(name, allowed[0])
         if name == "layer_types" and isinstance(value, list) and {*value} <= {"full_attention"}:
             continue
+        if name == "sliding_window" and raw.get("use_sliding_window") is False:
+            continue
         if value not in allowed:
             wanted = " or ".join(repr(x) for x in allowed if x is not None) or "none"
             problems.append(Problem(name, f"Twinshard computes with {wanted}, got {value!r}"))
-    dim, heads, width = (raw.get(x) for x in ("hidden_size", "num_attention_heads", "head_dim"))
-    if width is not None and isinstance(dim, int) and isinstance(heads, int) and heads > 0:
-        if width * heads != dim:
-            message = f"must be hidden_size / num_attention_heads = {dim / heads:g}, got {width}"
-            problems.append(Problem("head_dim", message))
+    wanted = CLASSES.get(raw.get("model_type", ""), "")
+    if wanted and raw.get("architectures", [wanted]) not in ([wanted], None):
+        message = f"Twinshard computes {wanted}, got {raw['architectures']!r}"
+        problems.append(Problem("architectures", message))
     return problems
 
 
@@ -263,7 +281,8 @@ def differences(config: ModelConfig, found: ModelConfig) -> list[Problem]:
 
     The context may be shorter, and the spread of initial weights is of no importance.
     """
-    names = [x for x in SAME.values() if x not in ("context", "init_std")] + ["rope_theta"]
+    names = [x for x in SAME.values() if x not in ("context", "init_std")]
+    names += ["kind", "head_width", "rope_theta"]
     pairs = [(x, getattr(config, x), getattr(found, x)) for x in names]
     scaling: tuple[RopeScaling, RopeScaling] = (config.rope_scaling, found.rope_scaling)
     if any(x.factor != 1.0 for x in scaling):

@@ -23,7 +23,7 @@ from core_torch.errors import CheckpointCorrupt, CheckpointError, CheckpointMism
 from core_torch.hf.config import differences, from_json
 from core_torch.hf.names import TOP, Place, places, to_ours
 from core_torch.hf.write import CODES, CONFIG, INDEX, SINGLE, TOKENIZER
-from core_torch.models import Llama
+from core_torch.models import Model
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 # Tables that older files keep beside the weights; they follow from config.json.
@@ -138,7 +138,7 @@ def check_init(folder: str, config: ModelConfig) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: Llama, folder: str) -> None:
+def load_weights(model: Model, folder: str) -> None:
     """Copies a folder's weights into a whole model, tensor by tensor, in the model's dtype.
 
     Raises:

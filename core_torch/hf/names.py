@@ -1,8 +1,8 @@
-"""Names and row order of a Llama's tensors here and in transformers.
+"""Names and row order of the tensors of a Llama or a Qwen 3 here and in transformers.
 
 Both keep matrices [out, in]. The rotary embedding turns neighbouring features here, and a
 feature of the first half of a head with one of the second half there: rows of the query and key
-projections change places, each head for itself, and nothing else.
+projections change places, each head for itself, and so do the gains of Qwen 3's norms of heads.
 
 Shapes: H heads of width E, D columns.
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from core_torch.config import ModelConfig
+from core_torch.errors import ConfigError
 
 TOP = {  # here -> transformers
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -29,6 +30,10 @@ BLOCK = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
+NORMS_OF_HEADS = {  # of Qwen 3
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
 
 
 class Place(NamedTuple):
@@ -40,16 +45,28 @@ class Place(NamedTuple):
 
 
 def places(model: ModelConfig, vocabulary: int) -> dict[str, Place]:
-    """Every tensor of the model by its name here. A tied model has no head of its own."""
-    dim, hidden = model.dim, model.hidden
-    kv_dim = model.kv_heads * (dim // model.heads)
-    rows = {"wq": dim, "wk": kv_dim, "wv": kv_dim, "wo": dim, "w1": hidden, "w2": dim, "w3": hidden}
-    heads = {"wq": model.heads, "wk": model.kv_heads}
+    """Every tensor of the model by its name here. A tied model has no head of its own.
+
+    Raises:
+        ConfigError: a kind that is not written and read in these files.
+    """
+    if model.kind not in ("llama", "qwen3"):
+        raise ConfigError(
+            f"model.kind: {model.kind} is neither written nor read for transformers; "
+            "llama and qwen3 are",
+            next="model.safetensors in the run's folder holds its tensors under their own names",
+        )
+    dim, hidden, width = model.dim, model.hidden, model.head_width
+    q_dim, kv_dim = model.heads * width, model.kv_heads * width
+    shapes = {"wq": (q_dim, dim), "wk": (kv_dim, dim), "wv": (kv_dim, dim), "wo": (dim, q_dim)}
+    shapes |= {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
+    norms = dict.fromkeys(("q_norm", "k_norm"), (width,))
+    heads = {"wq": model.heads, "wk": model.kv_heads, "q_norm": 1, "k_norm": 1}
     found = {"tok_embeddings.weight": Place(TOP["tok_embeddings.weight"], (vocabulary, dim), 0)}
     for i in range(model.layers):
-        for own, theirs in BLOCK.items():
+        for own, theirs in (BLOCK | (NORMS_OF_HEADS if model.kind == "qwen3" else {})).items():
             which = own.split(".")[-2]
-            shape = (rows[which], hidden if which == "w2" else dim) if which in rows else (dim,)
+            shape = (shapes | norms).get(which, (dim,))
             place = Place(f"model.layers.{i}.{theirs}", shape, heads.get(which, 0))
             found[f"layers.{i}.{own}"] = place
     found["norm.weight"] = Place(TOP["norm.weight"], (dim,), 0)
@@ -59,7 +76,7 @@ def places(model: ModelConfig, vocabulary: int) -> dict[str, Place]:
 
 
 def pairs_of_halves(x: Tensor, heads: int) -> Tensor:
-    """(H * E, D): rows j and j + E / 2 of each head become rows 2 j and 2 j + 1."""
+    """(H * E, ...): rows j and j + E / 2 of each head become rows 2 j and 2 j + 1."""
     return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(x.shape)
 
 

@@ -1,4 +1,6 @@
-"""Llama 3: a decoder-only transformer as plain ``nn.Module``; knows nothing of sharding.
+"""Llama 3 and Qwen 3: decoder-only transformers as plain ``nn.Module``; nothing of sharding.
+
+Qwen 3 is Llama with two more norms in a block: of each head's queries and of its keys.
 
 Weights are [out, in] and named as in Meta's code, with its pairing of neighbours in the
 rotary embedding. Non-linear functions compute in at least float32 and cast back, so that a
@@ -17,11 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_torch.config import ModelConfig, RopeScaling
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums, norms and non-linear functions of ``dtype`` are computed."""
-    return torch.promote_types(dtype, torch.float32)
+from core_torch.models.attention import Past, attend
+from core_torch.models.decoder import Decoder
+from core_torch.models.loss import at_least_float32
 
 
 class RMSNorm(nn.Module):
@@ -62,16 +62,17 @@ class Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        width = config.dim // config.heads
+        width = config.head_width
         frequency = rope_frequencies(width, config.rope_theta, config.rope_scaling)
         angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
         dtype = at_least_float32(torch.get_default_dtype())
         self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
 
-    def forward(self, x_BTHE: Tensor) -> Tensor:
-        length = x_BTHE.shape[1]
-        cos, sin = self.cos[:length, None, :], self.sin[:length, None, :]
+    def forward(self, x_BTHE: Tensor, first: int = 0) -> Tensor:
+        """Turns positions ``first``, ``first + 1``, ..."""
+        until = first + x_BTHE.shape[1]
+        cos, sin = self.cos[first:until, None, :], self.sin[first:until, None, :]
         even, odd = x_BTHE.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(dim=-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return turned.flatten(-2).to(x_BTHE.dtype)
@@ -82,27 +83,27 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
         super().__init__()
-        self.width = config.dim // config.heads
-        kv_dim = config.kv_heads * self.width
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.width = config.head_width
+        q_dim, kv_dim = config.heads * self.width, config.kv_heads * self.width
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        has_norms = config.kind == "qwen3"
+        self.q_norm = RMSNorm(self.width, config.norm_eps) if has_norms else nn.Identity()
+        self.k_norm = RMSNorm(self.width, config.norm_eps) if has_norms else nn.Identity()
         self.rotary = rotary
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = (-1, self.width)
-        q_BTHE = self.rotary(self.wq(x_BTD).unflatten(-1, heads))
-        k_BTKE = self.rotary(self.wk(x_BTD).unflatten(-1, heads))
+    def forward(
+        self, x_BTD: Tensor, mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        heads, first = (-1, self.width), 0 if past is None else past.length
+        q_BTHE = self.rotary(self.q_norm(self.wq(x_BTD).unflatten(-1, heads)), first)
+        k_BTKE = self.rotary(self.k_norm(self.wk(x_BTD).unflatten(-1, heads)), first)
         v_BTKE = self.wv(x_BTD).unflatten(-1, heads)
-        mixed_BHTE = F.scaled_dot_product_attention(
-            q_BTHE.transpose(1, 2),
-            k_BTKE.transpose(1, 2),
-            v_BTKE.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BTHE.shape[2] != k_BTKE.shape[2],
-        )
-        return self.wo(mixed_BHTE.transpose(1, 2).flatten(-2))
+        if past is not None:
+            k_BTKE, v_BTKE, mask = past.extend(k_BTKE, v_BTKE)
+        return self.wo(attend(q_BTHE, k_BTKE, v_BTKE, mask))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -133,35 +134,17 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+    def forward(
+        self, x_BTD: Tensor, mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), mask, past)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
-class Llama(nn.Module):
-    """Token ids in, logits out."""
+class Llama(Decoder):
+    """Llama 3 or, by ``config.kind``, Qwen 3."""
 
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
-        super().__init__()
-        self.config = config
-        self.vocabulary = vocabulary
         rotary = Rotary(config)
-        self.tok_embeddings = nn.Embedding(vocabulary, config.dim)
-        self.layers = nn.ModuleList(Block(config, rotary) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, vocabulary, bias=False)
-        if config.tied:
-            self.output.weight = self.tok_embeddings.weight
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """(B, T, V) logits of the next token at each position."""
-        x_BTD = self.tok_embeddings(tokens_BT)
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return self.output(self.norm(x_BTD))
-
-
-def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """() mean cross entropy over all positions, in at least float32; natural logarithm."""
-    wide = logits_BTV.to(at_least_float32(logits_BTV.dtype))
-    return F.cross_entropy(wide.flatten(0, 1), targets_BT.flatten())
+        blocks = (Block(config, rotary) for _ in range(config.layers))
+        super().__init__(config, vocabulary, blocks, RMSNorm(config.dim, config.norm_eps))

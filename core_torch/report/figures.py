@@ -23,7 +23,7 @@ from core_torch.report.style import (
 )
 from core_torch.report.summary import summary_of
 from core_torch.report.table import run_labels
-from core_torch.report.text import counted, fixed, human_bytes, human_count, tick
+from core_torch.report.text import counted, fixed, human_bytes, human_count, model_title, tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def conditions(run: Run) -> str:
         parts.append(f"{human_count(summary['parameters'])} parameters")
     layers, dim = run.setting("model.layers"), run.setting("model.dim")
     if layers and dim:
-        parts.append(f"Llama with {layers} layers of width {dim}")
+        parts.append(model_title(run.setting("model.kind", "llama"), layers, dim))
     if summary["vocabulary"]:
         parts.append(f"vocabulary {summary['vocabulary']}")
     return " · ".join(parts)

@@ -317,7 +317,7 @@ def load_run(folder: Path) -> Run:
     """Reads a run folder, also of a run that is going on or was killed.
 
     A half-written last line is left out. Where a resumed run repeats steps or rounds, the
-    later records count.
+    later records count; replicas that it goes on without do not.
 
     Raises:
         DataError: no run folder, or a file in it that is not what Twinshard writes.
@@ -325,6 +325,9 @@ def load_run(folder: Path) -> Run:
     config = _read_config(folder)
     matches = [_REPLICA_FILE.match(path.name) for path in sorted(folder.iterdir())]
     replicas = [0, *(int(match[1]) for match in matches if match)]
+    now = config.get("mesh", {}).get("replicas")  # a resume may have left fewer of them
+    if isinstance(now, int):
+        replicas = [n for n in replicas if n < now]
     metrics = {n: _read_lines(metrics_path(folder, n), _parse_step) for n in replicas}
     events = _read_lines(folder / "events.jsonl", _parse_round)
     return Run(

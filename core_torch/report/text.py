@@ -9,6 +9,8 @@ import math
 import re
 import unicodedata
 
+from core_torch.config import MeshConfig
+
 MISSING = "–"
 
 METHOD_TITLES = {
@@ -92,6 +94,25 @@ def fixed(value: float | None, decimals: int) -> str:
     if value is None:
         return MISSING
     return f"{value:,.{decimals}f}" if math.isfinite(value) else str(float(value))
+
+
+def model_title(kind: object, layers: object, dim: object) -> str:
+    """An architecture and its size, of whatever config.toml says."""
+    name = {"llama": "Llama", "qwen3": "Qwen 3", "gpt2": "GPT-2"}.get(str(kind))
+    if name is None:
+        return "a module of one's own"
+    plural = "layer" if layers == 1 else "layers"
+    return f"{name} with {layers} {plural} of width {dim}"
+
+
+def mesh_title(mesh: MeshConfig) -> str:
+    """How the ranks are arranged, for example "2 replicas x 4 shards x 2 slices"."""
+    parts = [counted(mesh.replicas, "replica"), counted(mesh.shards, "shard")]
+    if mesh.pp > 1:
+        parts.append(counted(mesh.pp, "stage"))
+    if mesh.tp > 1:
+        parts.append(counted(mesh.tp, "slice"))
+    return " x ".join(parts)
 
 
 def counted(count: int, noun: str) -> str:

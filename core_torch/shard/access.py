@@ -4,6 +4,7 @@ Dimension 0 of size d over M ranks is cut in rows of ``ceil(d / M)``, as ``torch
 FSDP2 do: the last ranks may hold fewer rows, or none.
 """
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,15 @@ def local_shard(x: Tensor) -> Tensor:
 
 def is_sharded(x: Tensor) -> bool:
     """True if ``x`` is cut over ranks, False if every rank holds it whole."""
-    return isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)
+    return isinstance(x, DTensor) and not all(p.is_replicate() for p in x.placements)
+
+
+def copies_of(x: Tensor, holders: int) -> int:
+    """How many of ``holders`` ranks, which hold ``x`` together, hold the same element of it."""
+    if not isinstance(x, DTensor):
+        return holders
+    cuts = zip(x.device_mesh.shape, x.placements, strict=True)
+    return holders // prod(size for size, placement in cuts if not placement.is_replicate())
 
 
 def gather_rows(local: Tensor, shape: torch.Size, axis: Axis, *, scope: str) -> Tensor:

@@ -19,7 +19,7 @@ from core_torch.collectives import (
     start_psum,
 )
 from core_torch.mesh import Mesh
-from core_torch.models.llama import Llama
+from core_torch.models.decoder import Model
 from core_torch.shard.base import Sharded
 from core_torch.shard.wrap import plan_units, unit_parameters
 
@@ -29,6 +29,12 @@ class Fsdp2(Sharded):
     """A model under ``fully_shard``."""
 
     fence: Fence = field(default_factory=Fence)  # of parameters that are written in a forward
+
+    def free(self) -> None:
+        """See ``Sharded``. Without ``reshard_after_forward`` the next forward would use them."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """See ``Sharded``.
@@ -42,7 +48,7 @@ class Fsdp2(Sharded):
 
 
 def shard_with_fsdp2(
-    model: Llama,
+    model: Model,
     mesh: Mesh,
     *,
     compute_dtype: torch.dtype | None = None,

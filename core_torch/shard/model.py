@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from core_torch.collectives import start_psum
+from core_torch.collectives import Axis, start_psum
 from core_torch.config import ShardConfig
 from core_torch.mesh import Mesh
-from core_torch.models.llama import Block, Llama
+from core_torch.models.decoder import Model
 from core_torch.shard.access import local_shard
 from core_torch.shard.base import Sharded
 from core_torch.shard.compile import Compilation, compile_model
@@ -55,7 +55,7 @@ class Simple(Sharded):
 
 
 def shard_model(
-    model: Llama,
+    model: Model,
     mesh: Mesh,
     config: ShardConfig | None = None,
     *,
@@ -64,7 +64,7 @@ def shard_model(
     """Shards ``model`` in place.
 
     Args:
-        model: full weights on the CPU.
+        model: full weights on the CPU; under tensor parallelism this rank's parts.
         mesh: the shard axis holds the model, the replica axis stays outside.
         config: method and compiler.
         compute_dtype: of forward and backward; None: as stored. Gradients are always
@@ -72,7 +72,7 @@ def shard_model(
     """
     config = config or ShardConfig()
     if config.recompute != "none":
-        recompute_activations(model, (Block,), config.recompute)
+        recompute_activations(model, model.blocks, config.recompute)
     if config.method == "fsdp2":
         return shard_with_fsdp2(
             model,
@@ -83,13 +83,15 @@ def shard_model(
         )
     model.to(mesh.device)
     stored = next(model.parameters()).dtype
-    absent = mesh.axis("pp")  # replicas reduce in finish_gradients
+    joined = mesh.torch_mesh["shard", "tp"] if mesh.tp.size > 1 else None
+    absent = Axis("replica", None, 1, 0, mesh.ledger)  # reduced over in finish_gradients
     simple_fsdp(
         model,
         mesh.torch_mesh["shard"],
         precision=Precision(compute_dtype=compute_dtype, reduce_dtype=stored),
         units={unit.name: unit.modules for unit in plan_units(model)},
         reshard_after_forward=config.reshard_after_forward,
+        joined_mesh=joined,
         axes=(absent, mesh.shard),
     )
     units = plan_of_module(model).units

@@ -27,7 +27,7 @@ from core_torch.shard.operators import ShardPlan, gather
 
 
 class Inside(NamedTuple):
-    """How tensor parallelism had placed a parameter before it was sharded."""
+    """How tensor parallelism has placed a parameter, or a view of one."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -38,6 +38,13 @@ class Inside(NamedTuple):
     def of(cls, param: DTensor) -> "Inside":
         """What to remember of ``param``."""
         return cls(param.device_mesh, tuple(param.placements), param.shape, param.stride())
+
+    def around(self, local: Tensor) -> DTensor:
+        """The DTensor of which ``local`` is this rank's part."""
+        mesh, placements, shape, stride = self
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +63,9 @@ class Sharding:
         param = module._parameters[key]
         assert isinstance(param, DTensor)
         full = gather(param.to_local(), self.plan.number, self.names[key])
-        if key in self.inside:
-            mesh, placements, shape, stride = self.inside[key]
-            return DTensor.from_local(
-                full, mesh, placements, run_check=False, shape=shape, stride=stride
-            )
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             _GATHERED.enter(full, _Source(param, self, key))
-        return full
+        return self.inside[key].around(full) if key in self.inside else full
 
 
 class _Source(NamedTuple):
@@ -103,6 +105,7 @@ class Regather(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    inside: Inside | None  # of the view, under tensor parallelism
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -119,7 +122,8 @@ class Regather(NamedTuple):
                 next="call backward() before optimizer.step()",
             )
         full = gather(param.to_local(), sharding.plan.number, sharding.names[key])
-        return full.as_strided(self.size, self.stride, self.offset)
+        view = full.as_strided(self.size, self.stride, self.offset)
+        return view if self.inside is None else self.inside.around(view)
 
 
 class ParameterChanged(TwinshardError):
@@ -127,13 +131,17 @@ class ParameterChanged(TwinshardError):
 
 
 def _pack(saved: Tensor) -> Tensor | Regather:
-    if torch.compiler.is_compiling() or type(saved) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling():
         return saved
-    source = _GATHERED.find(saved)
+    inside = Inside.of(saved) if isinstance(saved, DTensor) else None
+    local = local_shard(saved) if inside is not None else saved
+    if type(local) not in (Tensor, nn.Parameter):
+        return saved
+    source = _GATHERED.find(local)
     if source is None:
         return saved
-    place = (saved.size(), saved.stride(), int(saved.storage_offset()))
-    return Regather(source, _version(source.param), *place)
+    place = (local.size(), local.stride(), int(local.storage_offset()))
+    return Regather(source, _version(source.param), *place, inside)
 
 
 def _version(param: DTensor) -> int:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from core_torch.config import MeshConfig, ModelConfig
 from core_torch.mesh import Mesh, build_mesh
 from core_torch.models import build_model, token_loss
-from core_torch.models.llama import Block, Llama
+from core_torch.models.decoder import Model
 from core_torch.shard import compat
 from core_torch.shard.compat import FakeTensorMode
 from core_torch.shard.compile import partitioned
@@ -51,7 +51,7 @@ class Preview:
 class WithLoss(nn.Module):
     """Tokens and targets to the loss, so that a graph holds a whole step."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
 
@@ -133,7 +133,7 @@ def preview(
     options: CompileOptions,
     recompute: Literal["none", "selective", "full"] = "none",
 ) -> Preview:
-    """Traces a step of a Llama on one of ``ranks`` pretended ranks and applies pass after pass.
+    """Traces a step of a model on one of ``ranks`` pretended ranks and applies pass after pass.
 
     Args:
         model: with a vocabulary.
@@ -144,19 +144,19 @@ def preview(
         recompute: activation checkpointing, see ``ShardConfig``.
     """
     with pretended(MeshConfig(shards=ranks)) as mesh, FakeTensorMode():
-        llama = build_model(model, model.vocabulary, seed=0)
-        count = sum(p.numel() for p in llama.parameters())
+        built = build_model(model, model.vocabulary, seed=0)
+        count = sum(p.numel() for p in built.parameters())
         if recompute != "none":
-            recompute_activations(llama, (Block,), recompute)
+            recompute_activations(built, built.blocks, recompute)
         simple_fsdp(
-            llama,
+            built,
             mesh.torch_mesh["shard"],
-            units={unit.name: unit.modules for unit in plan_units(llama)},
+            units={unit.name: unit.modules for unit in plan_units(built)},
             axes=(mesh.axis("pp"), mesh.shard),
         )
-        units = plan_of_module(llama).units
+        units = plan_of_module(built).units
         tokens_BT = torch.zeros(batch, sequence, dtype=torch.int64)
-        graphs = traced_step(WithLoss(llama), (tokens_BT, tokens_BT), options)
+        graphs = traced_step(WithLoss(built), (tokens_BT, tokens_BT), options)
         return Preview(
             stages=tuple(stages_of(graphs, options)),
             owners={name: unit for unit, held in units.items() for name in held},

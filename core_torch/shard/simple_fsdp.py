@@ -96,6 +96,8 @@ def simple_fsdp(
         p: _distribute(p, plan.layouts[name], shard, mesh, joined_mesh) for p, name in names.items()
     }
     for child in list(module.modules()):
+        if is_sharded_class(type(child)):  # see _check: nothing is left to do
+            continue
         own = {key: p for key, p in child._parameters.items() if p is not None}
         inside = {key: Inside.of(p) for key, p in own.items() if isinstance(p, DTensor)}
         for key, p in own.items():
@@ -170,7 +172,8 @@ def _check(module: nn.Module, mesh: DeviceMesh, mode: Mode) -> None:
         )
     for name, child in module.named_modules():
         where = f"module {name!r}" if name else "the root"
-        if is_sharded_class(type(child)):
+        is_bare = bool(name) and not child._parameters  # stages of a pipeline may share those
+        if is_sharded_class(type(child)) and not is_bare:
             raise ConfigError(
                 f"{where} is sharded already",
                 next="call simple_fsdp once, on the root; units say what is gathered as one",

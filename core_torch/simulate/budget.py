@@ -6,8 +6,11 @@ from itertools import product
 from typing import Literal
 
 from core_torch.config import RunConfig, all_problems
-from core_torch.simulate.memory import Part, checkpoint_bytes, device_peak, memory_of
+from core_torch.config_pipeline import bubble_share
+from core_torch.simulate.memory import Part, checkpoint_bytes, device_peak
 from core_torch.simulate.shapes import Units, count_products, has_rounds, numel, units_of_model
+from core_torch.simulate.stages import fullest, units_at, with_stages
+from core_torch.simulate.tensor import cut_over_tp, with_slices
 from core_torch.simulate.traffic import Message, Traffic, on_wire, traffic_of
 
 USABLE = 0.9  # of a device's memory; the rest is for allocator, kernels and libraries
@@ -21,6 +24,7 @@ class Plan:
     config: RunConfig
     vocabulary: int
     units: Units
+    stage: int  # rank of pp whose memory and messages these are: the fullest
     memory: list[Part]
     peak_bytes: int  # on one device
     traffic: Traffic
@@ -34,6 +38,12 @@ class Plan:
         return sum(map(numel, self.units.values()))
 
     @property
+    def bubble(self) -> float:
+        """Share of a step in which the ranks of a pipeline wait for each other."""
+        config = self.config
+        return bubble_share(config.mesh.pp, stages=config.stages, parts=config.train.accumulate)
+
+    @property
     def step_flops(self) -> int:
         """Of one inner step on one rank, with what is computed again."""
         return self.done_flops * self.config.tokens_per_step // self.config.mesh.ranks
@@ -43,19 +53,21 @@ class Plan:
 class Duration:
     """Seconds of a mean inner step at given rates, after the warm-up."""
 
-    compute: float
+    compute: float  # with a pipeline's bubble
     shard: float
     replica: float
+    tp: float  # products wait for these messages, so they are never hidden
+    pp: float = 0.0  # stages do, too
 
     @property
     def hidden(self) -> float:
-        """If all messages travel while the ranks compute."""
-        return max(self.compute, self.shard, self.replica)
+        """If all other messages travel while the ranks compute."""
+        return max(self.compute + self.tp + self.pp, self.shard, self.replica)
 
     @property
     def exposed(self) -> float:
         """If none does."""
-        return self.compute + self.shard + self.replica
+        return self.compute + self.tp + self.pp + self.shard + self.replica
 
 
 def plan_of(config: RunConfig, vocabulary: int) -> Plan:
@@ -66,7 +78,10 @@ def plan_of(config: RunConfig, vocabulary: int) -> Plan:
         vocabulary: token ids, where the configuration leaves it to the tokenizer.
     """
     units = units_of_model(config.model, vocabulary)
-    memory = memory_of(config, units, vocabulary)
+    held = cut_over_tp(units, config.mesh.tp)
+    stage, memory = fullest(config, held, vocabulary)
+    mine = held if config.mesh.pp == 1 else units_at(config, held, stage)
+    slices = with_slices(traffic_of(config, mine), config, units, vocabulary)
     flops = token_flops(config, units)
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.shard.recompute]
     return Plan(
@@ -74,8 +89,11 @@ def plan_of(config: RunConfig, vocabulary: int) -> Plan:
         vocabulary=vocabulary,
         units=units,
         memory=memory,
-        peak_bytes=device_peak(memory, layerwise=config.sync.rounds_in_forward),
-        traffic=traffic_of(config, units),
+        stage=stage,
+        peak_bytes=device_peak(
+            memory, layerwise=config.sync.rounds_in_forward and config.mesh.pp == 1
+        ),
+        traffic=with_stages(slices, config, stage),
         checkpoint_bytes=checkpoint_bytes(
             config, units, in_flight=config.sync.method in ("co2", "co2_star")
         ),
@@ -85,15 +103,15 @@ def plan_of(config: RunConfig, vocabulary: int) -> Plan:
 
 
 def token_flops(config: RunConfig, units: Units) -> int:
-    """FLOPs of forward and backward for one token: ``6 P + 6 L T D``.
+    """FLOPs of forward and backward for one token: ``6 P + 6 L T H E``.
 
     P counts the elements of all matrices that multiply each token: the embedding is only looked
-    up, unless it is the head as well. Attention: two products of 2 T D in the forward, twice that
+    up, unless it is the head as well. Attention: two products of 2 T H E in the forward, twice that
     in the backward, and half of it, because causal kernels skip what is masked.
     """
     model = config.model
-    products = count_products(units, tied=model.tied)
-    return 6 * products + 6 * model.layers * config.data.sequence * model.dim
+    products, width = count_products(units, tied=model.tied), model.heads * model.head_width
+    return 6 * products + 6 * model.layers * config.data.sequence * width
 
 
 def block_flops(config: RunConfig) -> int:
@@ -127,15 +145,16 @@ def duration(plan: Plan, *, tflops: float, bandwidth: float, replica_bandwidth: 
     Args:
         plan: of the run.
         tflops: 10^12 operations per second that a rank sustains.
-        bandwidth: 10^9 bytes per second out of a rank on the shard axis, all messages on rings.
+        bandwidth: 10^9 bytes per second out of a rank to others of its replica, all messages on
+            rings.
         replica_bandwidth: the same on the replica axis.
     """
-    rates = {"shard": bandwidth, "replica": replica_bandwidth}
-    seconds = dict.fromkeys(rates, 0.0)
+    seconds = {"shard": 0.0, "replica": 0.0, "tp": 0.0, "pp": 0.0}
     for message, share in _spread(plan):
-        sent = on_wire(message, plan.config) * share
-        seconds[message.axis] += sent / (rates[message.axis] * 1e9)
-    return Duration(compute=plan.step_flops / (tflops * 1e12), **seconds)
+        rate = replica_bandwidth if message.axis == "replica" else bandwidth
+        axis = "shard" if message.axis == "model" else message.axis
+        seconds[axis] += on_wire(message, plan.config) * share / (rate * 1e9)
+    return Duration(compute=plan.step_flops / (tflops * 1e12) / (1 - plan.bubble), **seconds)
 
 
 def fits(plan: Plan, limit_bytes: float) -> bool:

@@ -1,9 +1,9 @@
 """Bytes on one rank by category, and of a checkpoint. Rank 0's, which no other exceeds.
 
 What lies there all the time is exact: tests compare it with the tensors of real runs. What an
-eager forward keeps for its backward is what autograd keeps of models/llama.py on a CPU, also
-compared. The peaks of what comes and goes are estimates. Allocator, kernels and libraries
-come on top, so a plan should leave a tenth free.
+eager forward keeps for its backward is what autograd keeps of the models on a CPU, also compared.
+The peaks of what comes and goes are estimates. Allocator, kernels and libraries come on top, so a
+plan should leave a tenth free.
 
 Letters as in models/llama.py: D width, H heads, K key/value heads, E width of a head, F inside
 the feed-forward, V vocabulary, T tokens of a sequence.
@@ -68,8 +68,9 @@ def checkpoint_bytes(config: RunConfig, units: Units, *, in_flight: bool) -> int
     own = 3 * everything * item  # parameters and moments
     if rules.wire != "fp32":
         own += everything * item  # residuals, from the first round on
-    counters = 6 if has_rounds(config.sync.method) else 1  # int64, see sync/saved.py
-    scalars = ranks * (count * item + counters * 8)  # every file has them
+    counters = 7 if has_rounds(config.sync.method) else 2  # int64, see checkpoint/snapshot.py
+    # Every file has them, but for those of parameters on other stages.
+    scalars = ranks // config.mesh.pp * count * item + ranks * counters * 8
     shared = 2 * everything * item if has_rounds(config.sync.method) else 0
     if in_flight:
         shared += everything * item
@@ -133,7 +134,7 @@ def _activations(config: RunConfig, vocabulary: int) -> list[Part]:
     """What the forward keeps for the backward, by the tokens of one micro-batch."""
     model, item = config.model, compute_bytes(config)
     wide, tokens = max(item, 4), config.data.batch * config.data.sequence
-    layer, mode = layer_bytes(model, item), config.shard.recompute
+    layer, mode = layer_bytes(model, item, config.mesh.tp), config.shard.recompute
     if mode == "none":
         kept = model.layers * layer
     else:
@@ -141,43 +142,56 @@ def _activations(config: RunConfig, vocabulary: int) -> list[Part]:
         if mode == "selective":
             entry += _selective(model, item)
         kept = model.layers * entry + layer  # one block at a time is computed again
-    is_eager = mode == "none" and config.shard.compile == "off"
+    is_eager = mode == "none" and config.shard.compile == "off" and config.mesh.tp == 1
     rest = end_bytes(model, item) + 2 * 8  # final norm; ids and targets
     logits = vocabulary * (2 * wide + (item if item < wide else 0))
-    width = model.dim // model.heads
-    tables = 2 * model.context * (width // 2) * ITEM_BYTES[config.train.dtype]
+    held = min(tokens, config.train.loss_chunk or tokens)
+    places, tables = 0, model.context * model.head_width * ITEM_BYTES[config.train.dtype]
+    if model.kind == "gpt2":
+        places, tables = config.data.sequence * 8, 0
     return [
-        Part("activations", (kept + rest) * tokens, "step", checked=is_eager),
-        Part("logits and their gradient", logits * tokens, "step", checked=False),
+        Part("activations", (kept + rest) * tokens + places, "step", checked=is_eager),
+        Part("logits and their gradient", logits * held, "step", checked=False),
         Part("rotary tables", tables),
     ]
 
 
-def layer_bytes(model: ModelConfig, item: int) -> int:
+def layer_bytes(model: ModelConfig, item: int, tp: int = 1) -> int:
     """Bytes per token that a block keeps for its backward, computing in ``item`` bytes.
 
     Two norms keep their input wide, it normed, and the result; attention its three inputs, its
-    result and a logarithm per head; the feed-forward its wide gate and three of width F.
+    result and a logarithm per head; the feed-forward its wide gate and three of width F, and
+    GPT-2's its wide input and its result. Norms of heads keep their input wide and it normed.
+    Under tensor parallelism only the result of norms is there for all positions and all widths.
     """
-    wide = max(item, 4)
-    keys = model.kv_heads * (model.dim // model.heads)
-    norms = 2 * (model.dim * (wide + 2 * item) + wide)
-    attention = (2 * model.dim + 2 * keys) * item + model.heads * wide
-    return norms + attention + model.hidden * (wide + 3 * item)
+    wide, every = max(item, 4), model.heads + model.kv_heads
+    norms = 2 * (model.dim * item + (model.dim * (wide + item) + _statistics(model, wide)) // tp)
+    attention = 2 * every * model.head_width * item + model.heads * wide
+    if model.kind == "qwen3":
+        attention += every * (model.head_width * (wide + item) + wide)
+    inside = wide + item if model.kind == "gpt2" else wide + 3 * item
+    return norms + (attention + model.hidden * inside) // tp
 
 
 def end_bytes(model: ModelConfig, item: int) -> int:
     """Bytes per token that the final norm keeps."""
-    return model.dim * (max(item, 4) + 2 * item) + max(item, 4)
+    wide = max(item, 4)
+    return model.dim * (wide + 2 * item) + _statistics(model, wide)
+
+
+def _statistics(model: ModelConfig, wide: int) -> int:
+    """Bytes of what a norm divides by, and of the mean if it takes that away."""
+    return 2 * wide if model.kind == "gpt2" else wide
 
 
 def _selective(model: ModelConfig, item: int) -> int:
     """Bytes per token that selective recomputation keeps of a block besides its input.
 
-    The result of attention, and of every second product: wq, wv, w1 and w2.
+    The result of attention, and of every second product: wq, wv, w1 and, if there is w3, w2.
     """
-    keys = model.kv_heads * (model.dim // model.heads)
-    return (3 * model.dim + keys + model.hidden) * item + model.heads * max(item, 4)
+    products = (2 * model.heads + model.kv_heads) * model.head_width + model.hidden
+    products += 0 if model.kind == "gpt2" else model.dim
+    return products * item + model.heads * max(item, 4)
 
 
 def _round(config: RunConfig, units: Units) -> list[Part]:

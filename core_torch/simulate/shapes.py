@@ -1,13 +1,15 @@
 """Parameters of a model and their cut over ranks, from its configuration alone.
 
-The shapes are those of models/llama.py, the units those of shard/wrap.py, the cut that of
-shard/access.py: chunks of ``ceil(rows / shards)`` rows. A test builds the model and compares.
+The shapes are those of models/llama.py and gpt2.py, the units those of models/decoder.py, the cut
+that of shard/access.py: chunks of ``ceil(rows / shards)`` rows. A test builds the model and
+compares.
 """
 
 from math import prod
 from typing import NamedTuple
 
 from core_torch.config import ModelConfig
+from core_torch.errors import ConfigError
 from core_torch.sync.methods import METHODS, Rules
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -38,31 +40,56 @@ def units_of_model(model: ModelConfig, vocabulary: int) -> Units:
     Args:
         model: checked.
         vocabulary: token ids, where the configuration leaves it to the tokenizer.
+
+    Raises:
+        ConfigError: only the code of a module of one's own knows its shapes.
     """
-    embedding = Parameter("tok_embeddings.weight", (vocabulary, model.dim))
-    norm = Parameter("norm.weight", (model.dim,))
+    if model.kind == "own":
+        raise ConfigError(
+            f"model.build: {model.build} knows the shapes, and a plan runs no code",
+            next="build the module in Python and count its parameters",
+        )
+    embedding, norm = [Parameter("tok_embeddings.weight", (vocabulary, model.dim))], _norm(model)
+    if model.kind == "gpt2":
+        embedding.append(Parameter("pos_embeddings.weight", (model.context, model.dim)))
     blocks = {f"layers.{i}": _block(model, f"layers.{i}") for i in range(model.layers)}
     if model.tied:
-        return {"embedding": [embedding, norm], **blocks}
-    head = [norm, Parameter("output.weight", (vocabulary, model.dim))]
-    return {"embedding": [embedding], **blocks, "head": head}
+        return {"embedding": [*embedding, *norm], **blocks}
+    head = [*norm, Parameter("output.weight", (vocabulary, model.dim))]
+    return {"embedding": embedding, **blocks, "head": head}
+
+
+def _norm(model: ModelConfig) -> list[Parameter]:
+    """The last norm."""
+    kinds = ("weight", "bias") if model.kind == "gpt2" else ("weight",)
+    return [Parameter(f"norm.{kind}", (model.dim,)) for kind in kinds]
 
 
 def _block(model: ModelConfig, name: str) -> list[Parameter]:
-    dim, hidden = model.dim, model.hidden
-    kv_dim = model.kv_heads * (dim // model.heads)
+    dim, hidden, width = model.dim, model.hidden, model.head_width
+    q_dim, kv_dim = model.heads * width, model.kv_heads * width
     shapes: dict[str, tuple[int, ...]] = {
         "attention_norm": (dim,),
-        "attention.wq": (dim, dim),
+        "attention.wq": (q_dim, dim),
         "attention.wk": (kv_dim, dim),
         "attention.wv": (kv_dim, dim),
-        "attention.wo": (dim, dim),
+        "attention.wo": (dim, q_dim),
+    }
+    if model.kind == "qwen3":
+        shapes |= {"attention.q_norm": (width,), "attention.k_norm": (width,)}
+    shapes |= {
         "ffn_norm": (dim,),
         "feed_forward.w1": (hidden, dim),
         "feed_forward.w2": (dim, hidden),
-        "feed_forward.w3": (hidden, dim),
     }
-    return [Parameter(f"{name}.{key}.weight", shape) for key, shape in shapes.items()]
+    if model.kind != "gpt2":
+        shapes |= {"feed_forward.w3": (hidden, dim)}
+    found = []
+    for key, shape in shapes.items():
+        found.append(Parameter(f"{name}.{key}.weight", shape))
+        if model.kind == "gpt2" and key != "attention.wk":
+            found.append(Parameter(f"{name}.{key}.bias", shape[:1]))
+    return found
 
 
 def sync_units(units: Units, rules: Rules) -> Units:
@@ -92,8 +119,9 @@ def chunks(parameters: list[Parameter], shards: int) -> int:
 
 def count_products(units: Units, *, tied: bool) -> int:
     """Elements of the matrices that multiply every token: a lookup is no product."""
-    everything = sum(numel([p for p in params if len(p.shape) > 1]) for params in units.values())
-    return everything if tied else everything - numel(units["embedding"])
+    lookups = {"pos_embeddings.weight"} | (set() if tied else {"tok_embeddings.weight"})
+    matrices = [p for params in units.values() for p in params if len(p.shape) > 1]
+    return numel([p for p in matrices if p.name not in lookups])
 
 
 def has_rounds(method: str) -> bool:

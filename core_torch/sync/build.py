@@ -1,5 +1,7 @@
 """From a configuration to an engine: the row's units, its trigger, its place in the forward."""
 
+from dataclasses import replace
+
 from torch.optim import Optimizer
 
 from core_torch.config import SyncConfig
@@ -20,15 +22,23 @@ def build_engine(
     Args:
         sharded: the model, whose forwards carry rounds if the configuration says so.
         optimizer: the inner one.
-        mesh: replica and shard axes.
+        mesh: the replica axis, and the ranks of a replica.
         config: checked.
         clock: of time triggers, monotonic nanoseconds.
     """
     rules = rules_of(config)
+    if mesh.pp.size > 1:  # no forward of a rank passes all units
+        rules = replace(rules, layerwise=False)
     kind = rules.method.unit
     if kind == "none":
         return None
-    units = sync_units(sharded.module, sharded.units, kind=kind, fragments=rules.fragments)
+    units = sync_units(
+        sharded.module,
+        sharded.units,
+        kind=kind,
+        fragments=rules.fragments,
+        holders=mesh.holders,
+    )
     sync = LocalSGD(units, optimizer, mesh, rules=rules, trigger=make_trigger(config, clock))
     if rules.layerwise:
         carry_rounds(sync, sharded)

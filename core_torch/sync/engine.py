@@ -52,7 +52,7 @@ class LocalSGD:
         self.step = 0  # own: completed inner steps of this replica
         self.state: SyncState | None = None  # None before replicas part
         self.votes = Votes(replicas=mesh.replica.size)
-        self.device = units[0].shards()[0].device
+        self.device = units[0].like.device
         self.rounds = Rounds(units, optimizer, rules, self.axes, self.votes, is_timed=self.is_timed)
         self._forward: tuple[Meeting, InOrder] | None = None  # a round inside a forward
         self._join_if_due()
@@ -125,7 +125,7 @@ class LocalSGD:
         if self.state is not None and self.is_timed:
             self._serve_until_all_stop(self.state)
         elif self.state is not None:
-            self._settle(self.state)
+            self.settle(self.state)
         events = []
         while (event := self.rounds.tell(newest_too=True)) is not None:
             events.append(event)
@@ -239,8 +239,8 @@ class LocalSGD:
         if isinstance(self.trigger, TimeTrigger):
             self.trigger.restart()
 
-    def _settle(self, state: SyncState) -> None:
-        """Performs what is due, in flight or left over."""
+    def settle(self, state: SyncState) -> None:
+        """Performs what is due, in flight or left over, where replicas keep step."""
         everything = list(range(len(self.units)))
         if state.is_due:
             state.is_due = False

@@ -98,7 +98,8 @@ def local_sgd(
             next="average gradients over the replicas with FSDP2's or DDP's own means",
         )
     own = mesh_of(mesh)
-    made = sync_units(module, groups, kind=rules.method.unit, fragments=rules.fragments)
+    kind, count = rules.method.unit, rules.fragments
+    made = sync_units(module, groups, kind=kind, fragments=count, holders=own.holders)
     sync = LocalSGD(made, optimizer, own, rules=rules, trigger=make_trigger(config, clock))
     handles: list[RemovableHandle] = []
     if rules.layerwise and compilation is not None:

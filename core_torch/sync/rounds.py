@@ -96,16 +96,9 @@ class Rounds:
         """The first messages of a round of some units. Numbers it, and begins their next one."""
         counters = None
         if self._is_timed:
-            device = self.units[0].shards()[0].device
+            device = self.units[0].like.device
             counters = self.votes.ballot(state.steps_since[0], device=device)
-        measured, ballots_RC = sync_round.measure_all(
-            [self.units[u] for u in members],
-            self._bring(state, members),
-            state.stats,
-            self.rules,
-            self.axes,
-            counters,
-        )
+        measured, ballots_RC = self._measure(state, members, counters)
         state.rounds += 1
         meeting = Meeting(
             number=state.rounds,
@@ -133,11 +126,12 @@ class Rounds:
 
     def in_order(self, state: SyncState, meeting: Meeting) -> InOrder:
         """The exchanges of a measured round, to be moved on one by one."""
+        absent = sum(not self.units[u].params for u in meeting.members)  # on other stages
         return InOrder(
             len(meeting.members),
             lambda i: self._start(state, meeting, i),
             lambda i: self._finish(state, meeting, i),
-            limit=self.rules.prefetch_units,
+            limit=self.rules.prefetch_units + absent,
         )
 
     def finish_flights(self, state: SyncState, newest: Meeting | None = None) -> None:
@@ -173,12 +167,30 @@ class Rounds:
             return describe(self._done.popleft(), self.units)
         return None
 
+    def take_over(self, other: "Rounds") -> None:
+        """Will tell what ``other`` has not told."""
+        self._done.extend(other._done)
+        other._done.clear()
+
     def _bring(self, state: SyncState, members: list[int]) -> Iterator[UnitState]:
         """The outer states of units one after the other, each let go before the next."""
         for u in members:
             yield state.store.get(u)
             if len(members) > 1:  # a single one is needed again at once
                 state.store.release(u)
+
+    def _measure(
+        self, state: SyncState, members: list[int], counters: torch.Tensor | None
+    ) -> tuple[sync_round.Measured, torch.Tensor | None]:
+        """The small messages of a round."""
+        return sync_round.measure_all(
+            [self.units[u] for u in members],
+            self._bring(state, members),
+            state.stats,
+            self.rules,
+            self.axes,
+            counters,
+        )
 
     def _start(self, state: SyncState, meeting: Meeting, i: int) -> None:
         """Starts the exchange of the meeting's i-th unit."""

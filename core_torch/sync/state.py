@@ -31,7 +31,7 @@ def take_anchor(units: list[SyncUnit], store: Store, *, replicas: int) -> SyncSt
     for u, unit in enumerate(units):
         anchor = [x.clone() for x in unit.shards()]
         store.put(u, UnitState(anchor, [torch.zeros_like(a) for a in anchor]))
-    like = units[0].shards()[0]
+    like = units[0].like
     stats = init_stats((len(units), replicas), dtype=like.dtype, device=like.device)
     return SyncState(store, stats, steps_since=[0] * len(units), residuals=[None] * len(units))
 

@@ -63,7 +63,7 @@ class OnHost:
     def __init__(self, units: Sequence[SyncUnit]) -> None:
         self._host: dict[int, UnitState] = {}
         self._here: dict[int, tuple[UnitState, torch.cuda.Event | None]] = {}
-        self._device = units[0].shards()[0].device
+        self._device = units[0].like.device
         is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
 
@@ -127,7 +127,7 @@ class OverReplicas:
 
     def put(self, u: int, state: UnitState) -> None:
         """See ``Store``."""
-        anchor, velocity = (self._part(tensors) for tensors in state)
+        anchor, velocity = (self._part(u, tensors) for tensors in state)
         self._parts[u] = (anchor, velocity)
         self.release(u)
 
@@ -138,16 +138,18 @@ class OverReplicas:
     def prefetch(self, u: int) -> None:
         """A gather in the background would need a group of its own; none is made."""
 
-    def _part(self, tensors: list[Tensor]) -> Tensor:
-        flat = torch.cat([x.reshape(-1) for x in tensors])
+    def _part(self, u: int, tensors: list[Tensor]) -> Tensor:
+        flat = self._units[u].flat(tensors)
         width = -(-flat.numel() // self._axis.size)
         padded = flat.new_zeros(width * self._axis.size)
         padded[: flat.numel()] = flat
-        return padded.view(-1, width)[self._axis.index].clone()
+        return padded.view(self._axis.size, width)[self._axis.index].clone()
 
     def _whole(self, u: int, part: Tensor) -> list[Tensor]:
         unit = self._units[u]
         shapes = [x.shape for x in unit.shards()]
+        if not shapes:  # another stage of the pipeline holds the unit
+            return []
         sizes = [shape.numel() for shape in shapes]
         flat = all_gather(part, self._axis, scope=unit.name).view(-1)[: sum(sizes)]
         return [x.view(shape) for x, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -69,6 +69,11 @@ def sum_of_squares(tensors: list[Tensor], factors: tuple[int, ...]) -> Tensor:
     return torch.stack(parts).sum()
 
 
+def _square(unit: SyncUnit, tensors: list[Tensor]) -> Tensor:
+    """The same of a unit's tensors: 0 where another stage of the pipeline holds them."""
+    return sum_of_squares(tensors, unit.factors) if tensors else unit.like.sum()
+
+
 def pseudo_gradient(unit: SyncUnit, state: UnitState) -> list[Tensor]:
     """``anchor - local`` for every tensor of the unit. (R1)"""
     return [a - x for a, x in zip(state.anchor, unit.shards(), strict=True)]
@@ -89,7 +94,7 @@ def gather_norms(
         The norms, and (R, C) counters of all replicas or None.
     """
     squares = [
-        sum_of_squares(pseudo_gradient(unit, state), unit.factors)
+        _square(unit, pseudo_gradient(unit, state))
         for unit, state in zip(units, states, strict=True)
     ]
     norm_U = psum(torch.stack(squares), axes.model, scope="norms").sqrt()
@@ -117,15 +122,20 @@ def measure_all(
     replica whose first counter, its inner steps, is 0 is left out like an anomaly.
     """
     norm_UR, counters_RC = gather_norms(units, states, axes, counters)
-    if counters_RC is None:
-        verdict, steps_R = _judge(norm_UR, stats, rules), None
+    steps_R = None if counters_RC is None else counters_RC[:, 0]
+    return decide(norm_UR, stats, rules, steps_R), counters_RC
+
+
+def decide(norm_UR: Tensor, stats: NormStats, rules: Rules, steps_R: Tensor | None) -> Measured:
+    """What follows from norms, and from inner steps where replicas may differ in them."""
+    if steps_R is None:
+        verdict = _judge(norm_UR, stats, rules)
     else:
-        steps_R = counters_RC[:, 0]
         is_absent_R = steps_R == 0  # its norm is 0 and must not enter a median
         verdict = _judge(torch.where(is_absent_R, torch.inf, norm_UR), stats, rules)
         anomaly_UR = verdict.is_anomaly_R | is_absent_R
         verdict = verdict._replace(is_finite_R=finite_norms(norm_UR), is_anomaly_R=anomaly_UR)
-    return Measured(norm_UR, verdict, *_weights(norm_UR, verdict, rules, steps_R)), counters_RC
+    return Measured(norm_UR, verdict, *_weights(norm_UR, verdict, rules, steps_R))
 
 
 def _judge(norm_UR: Tensor, stats: NormStats, rules: Rules) -> Verdict:
@@ -196,9 +206,9 @@ def start(
     """
     pseudo, me = pseudo_gradient(unit, state), axes.replica.index
     if rules.wire == "fp32" or axes.replica.size == 1:
-        flat = torch.cat([weigh(d, weight_R[me]).reshape(-1) for d in pseudo])
+        flat = unit.flat(weigh(d, weight_R[me]) for d in pseudo)
         return start_psum(flat, axes.replica, scope=unit.name), residual
-    flat = torch.cat([d.reshape(-1) for d in pseudo])
+    flat = unit.flat(pseudo)
     old = torch.zeros_like(flat) if residual is None else residual
     return start_coded(flat, old, weight_R, axes.replica, wire=rules.wire, scope=unit.name)
 
@@ -231,9 +241,9 @@ def finish(
     sizes = [a.numel() for a in state.anchor]
     flat = pending.wait().split(sizes)
     combined = [x.view(a.shape) for x, a in zip(flat, state.anchor, strict=True)]
-    squares = [sum_of_squares(combined, unit.factors)]
+    squares = [_square(unit, combined)]
     if progress is not None:
-        squares.append(sum_of_squares(state.velocity, unit.factors))
+        squares.append(_square(unit, state.velocity))
     norms = psum(torch.stack(squares), axes.model, scope=unit.name).sqrt()
     beta = gap = torch.ones_like(norms[0])
     if rules.penalty is not None and rules.penalty.clip:

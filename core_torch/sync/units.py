@@ -1,11 +1,12 @@
 """Sync units: the pieces of a model that replicas exchange as one.
 
-A unit is a list of tensors. Each has a replication factor, the number of ranks of a
-replica (over tp or pp) that hold the same elements; norms divide it out.
+A unit is a list of tensors, empty on ranks of which another pipeline stage holds it: all ranks
+know all units, in the same order. Each tensor has a replication factor, the number of ranks of a
+replica that hold the same elements (gains under tensor parallelism); norms divide it out.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from core_torch.errors import ConfigError
-from core_torch.shard.access import local_shard
+from core_torch.shard.access import copies_of, local_shard
 
 Kind = Literal["none", "model", "fragments", "units"]
 
@@ -25,11 +26,16 @@ class SyncUnit:
     name: str
     names: tuple[str, ...]
     params: tuple[Tensor, ...]
-    factors: tuple[int, ...]  # replication over tp and pp
+    factors: tuple[int, ...]  # ranks of the replica that hold the same elements
+    like: Tensor = field(default_factory=lambda: torch.empty(0))  # dtype and device of the model
 
     def shards(self) -> list[Tensor]:
         """This rank's rows of each parameter, sharing their storage."""
         return [local_shard(p) for p in self.params]
+
+    def flat(self, parts: Iterable[Tensor]) -> Tensor:
+        """(numel,) the elements of something shaped like this rank's rows, in one vector."""
+        return torch.cat([self.like, *(x.reshape(-1) for x in parts)])
 
     @torch.no_grad()
     def write(self, values: Sequence[Tensor]) -> None:
@@ -39,7 +45,12 @@ class SyncUnit:
 
 
 def sync_units(
-    module: nn.Module, groups: dict[str, list[str]], *, kind: Kind, fragments: int = 1
+    module: nn.Module,
+    groups: dict[str, list[str]],
+    *,
+    kind: Kind,
+    fragments: int = 1,
+    holders: int = 1,
 ) -> list[SyncUnit]:
     """What the exchanges of a method cover.
 
@@ -50,6 +61,7 @@ def sync_units(
             "fragments" makes unit i part of "fragment.p", p = i modulo ``fragments``, so that
             each fragment holds layers from all depths.
         fragments: P.
+        holders: ranks that hold the module together, each element one of them or more.
 
     Raises:
         ConfigError: more fragments than units; or parameters stored in less than float32, for
@@ -79,7 +91,10 @@ def sync_units(
             f"fragment.{p}": [name for names in held[p::fragments] for name in names]
             for p in range(fragments)
         }
-    return [
-        SyncUnit(unit, tuple(names), tuple(params[n] for n in names), (1,) * len(names))
-        for unit, names in groups.items()
-    ]
+    like = local_shard(next(iter(params.values()))).detach().new_empty(0)
+    found = []
+    for unit, names in groups.items():
+        mine = tuple(params[name] for name in names)
+        factors = tuple(copies_of(p, holders) for p in mine)
+        found.append(SyncUnit(unit, tuple(names), mine, factors, like))
+    return found

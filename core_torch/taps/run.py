@@ -26,8 +26,10 @@ from core_torch import __version__
 from core_torch.collectives import Dispatch
 from core_torch.config import RunConfig
 from core_torch.data.corpus import Corpus
+from core_torch.errors import ConfigError
 from core_torch.mesh import Mesh
-from core_torch.models import Llama
+from core_torch.models import Model
+from core_torch.models.decoder import Decoder
 from core_torch.shard.base import Sharded
 from core_torch.shard.model import Simple
 from core_torch.sync.engine import LocalSGD
@@ -49,7 +51,7 @@ class Run(Protocol):
     config: RunConfig
     mesh: Mesh
     corpus: Corpus
-    model: Llama
+    model: Model
     sharded: Sharded
     sync: LocalSGD | None
     step: int
@@ -80,8 +82,13 @@ def tap(
 
     Raises:
         TraceError: see ``Tracer``.
+        ConfigError: the model is cut over tp, where no rank has rows of a whole tensor.
     """
     mesh = state.mesh
+    if mesh.tp.size > 1:
+        raise ConfigError("no trace is written under tensor parallelism", next="--mesh.tp 1")
+    if mesh.pp.size > 1:
+        raise ConfigError("no trace is written of a pipeline's stages", next="--mesh.pp 1")
     rank = mesh.replica.index * mesh.shard.size + mesh.shard.index
     tracer = Tracer(
         folder,
@@ -144,10 +151,14 @@ class RunTaps:
         self._recorder.of_batch("data", None, f"inputs.{k}", inputs_BT)
         self._recorder.of_batch("data", None, f"targets.{k}", targets_BT)
 
-    def logits(self, logits_BTV: Tensor) -> None:
-        """The forward has ended. What runs again in the backward is not written twice."""
+    def logits(self, logits_BTV: Tensor | None) -> None:
+        """The forward has ended. What runs again in the backward is not written twice.
+
+        None: the loss was made in chunks, and nobody has seen all logits.
+        """
         assert self._k is not None, "no micro-batch in the forward"
-        self._recorder.output("head", self._k, logits_BTV)
+        if logits_BTV is not None:
+            self._recorder.output("head", self._k, logits_BTV)
         self._k = None
 
     def gradients(self, loss: Tensor) -> None:
@@ -277,16 +288,23 @@ class RunTaps:
         self._recorder.of_replica("optim", "rate", lr=float(group["lr"]), tokens=tokens)
 
     def _hooks(self) -> list[RemovableHandle]:
-        """Of the optimizer, and of the units of an eager model but for the last, the logits."""
+        """Of the optimizer, and of the units of an eager decoder but for the last, the logits."""
         model = self._run.model
         handles = self._recorder.watch(
             self._run.optimizer, self._params, before=lambda: None, after=self._rate
         )
-        if not is_compiled(self._run.sharded):
-            handles.append(model.tok_embeddings.register_forward_hook(self._saw("embedding")))
+        if isinstance(model, Decoder) and not is_compiled(self._run.sharded):
+            if len(model.tables) == 1:
+                handles.append(model.tok_embeddings.register_forward_hook(self._saw("embedding")))
+            else:  # the sum of what the tables give
+                handles.append(model.layers[0].register_forward_pre_hook(self._entered))
             for i, layer in enumerate(model.layers):
                 handles.append(layer.register_forward_hook(self._saw(f"layers.{i}")))
         return handles
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        if self._k is not None:
+            self._recorder.output("embedding", self._k, args[0])
 
     def _saw(self, unit: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -318,7 +336,7 @@ def describe(state: Run, weights_hash: str) -> dict[str, Any]:
         "config": settings,
         "config_hash": hashlib.sha256(text).hexdigest(),
         "weights_hash": weights_hash,
-        "data_hash": hashlib.sha256(state.corpus.train.ids.tobytes()).hexdigest(),
+        "data_hash": state.corpus.train_hash(),
         "model": {
             "layers": config.model.layers,
             # Terms of the longest dot product: over the vocabulary, or over a step's tokens.

@@ -96,7 +96,6 @@ def save_as(
         state,
         step=step,
         mesh_layout=layout,
-        barrier=barrier,
         gather=gather,
         tokenizer=tokenizer,
         keep=keep,

@@ -177,3 +177,20 @@ def test_held_out_batches_give_what_there_is_when_more_is_asked_for() -> None:
 def test_a_held_out_split_without_one_sequence_is_refused() -> None:
     with pytest.raises(DataError, match="3 tokens holds no sequence of 3"):
         held_out_batches(np.arange(T), T, batch=1, count=1)
+
+
+def test_a_run_that_changes_its_layout_goes_on_with_the_next_draw() -> None:
+    total, seen, taken, step = 97, [], 0, 5
+    for replicas, shards, batch in ((2, 2, 2), (1, 4, 1), (4, 1, 1), (2, 1, 3)):
+        layout = Layout(total, T, batch, replicas, shards, seed=3)
+        first_row = taken // replicas - step * shards * batch
+        for n in range(replicas):
+            for m in range(shards):
+                place = {"step": step, "replica": n, "shard": m, "first_row": first_row}
+                inputs, _ = batch_for(tokens_for(layout), layout, **place)
+                seen += [int(first) // T for first in inputs[:, 0]]
+        taken, step = taken + replicas * shards * batch, step + 1
+    alone = Layout(total, T, taken, replicas=1, shards=1, seed=3)
+    assert sorted(seen) == sorted(sequences_seen(alone, step=0, replica=0, shard=0))
+    with pytest.raises(ValueError, match="before row 0"):
+        batch_for(tokens_for(layout), layout, step=0, replica=0, shard=0, first_row=-1)

@@ -49,10 +49,11 @@ def with_own(name: str, make: Callable[[Layout], Shard], *ranks: int) -> Callabl
 
 COMPLEX = Shard(torch.zeros(1, dtype=torch.complex64), (1,), 0)
 TWO = Shard(torch.zeros(2, 3), (2, 3), 0)
+HALF = Shard(torch.zeros(2, 3), (4, 3), 0)
 UNSAVABLE = {
     "a dtype": (with_own("param/c", lambda _: COMPLEX, 3), "rank 3 (replica 1, shard 1)"),
     "rows twice": (with_own("param/d", lambda _: TWO, 0, 1, 2, 3), "row 2 is followed by row 0"),
-    "a name on one shard": (with_own("param/e", lambda _: TWO, 2), "param/e is missing in"),
+    "a name on one shard": (with_own("param/e", lambda _: HALF, 2), "param/e: 2 of 4 rows"),
     "shards that disagree": (
         with_own("step/f", lambda at: Shard(torch.tensor(float(at.shard)), (), 0), 0, 1, 2, 3),
         "step/f is 1.0 on one shard",
@@ -107,12 +108,14 @@ def test_replacing_a_linked_step_leaves_what_it_points_to(tmp_path: Path) -> Non
 FATES = """
 import os, resource, signal, sys
 from pathlib import Path
+from core_torch.checkpoint.background import Saver
 from core_torch.checkpoint.run_lock import run_lock
-from core_torch.tests.checkpoint_cases import commit_step
+from core_torch.checkpoint.state import Layout
+from core_torch.tests.checkpoint_cases import commit_step, state_of
 
 def meet(run, fate):
     def die(point):
-        if point == fate:
+        if point == fate.removeprefix("behind, "):
             os.kill(os.getpid(), signal.SIGKILL)
     if fate == "disk full":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -120,6 +123,11 @@ def meet(run, fate):
     if fate == "in the run":
         with run_lock(run):
             die(fate)
+    if fate.startswith("behind, "):
+        one, told = Layout(0, 0, 1, 1), dict(asynchronous=True, tokenizer=None, keep=2)
+        saver = Saver(run, one, gather=lambda value: [value], at_point=die, **told)
+        saver.save(state_of(one, mark=2.0), 9)
+        saver.wait()
     commit_step(run, 9, mark=2.0, at_point=die)
 
 for run in Path(sys.argv[1]).iterdir():
@@ -141,6 +149,9 @@ AFTER = {  # killed at this point: steps that then count, and which save of step
     "ckpt_between_renames": ([7, 8], 1.0),
     "ckpt_after_rename": ([7, 8, 9], 2.0),
     "ckpt_after_uncommit": ([8, 9], 2.0),
+    "behind, ckpt_after_shards": ([7, 8, 9], 1.0),  # in the thread, training goes on
+    "behind, ckpt_before_commit": ([7, 8, 9], 1.0),
+    "behind, ckpt_after_rename": ([7, 8, 9], 2.0),
 }
 
 

@@ -55,7 +55,10 @@ def test_a_run_from_its_first_step_to_text_and_report(
     assert "a b holds a run already" in capsys.readouterr().err
     assert load_run(folder / "a b").outcome["exit_code"] == 0
 
-    assert main([*line, "--resume", "auto", "--train.steps", "12"]) == 0  # the later option counts
+    more = ["--resume", "auto", "--train.steps", "12", "--profile.steps", "12:12"]
+    assert main([*line, *more]) == 0  # the later option counts
+    profiles = sorted(path.name for path in (folder / "a b" / "profile").iterdir())
+    assert profiles == ["rank-0000.json", "rank-0001.json"]
     assert [step.step for step in load_run(folder / "a b").metrics[1]] == list(range(1, 13))
 
     capsys.readouterr()

@@ -52,6 +52,7 @@ SCALED = ModelConfig(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64
     ),
 )
+QWEN = ModelConfig(kind="qwen3", vocabulary=61, dim=24, heads=4, kv_heads=2, head_dim=8)
 
 
 def without(*names: str, **more: Any) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def test_what_is_not_written_has_the_value_of_transformers_and_is_told() -> None
     assert sorted(note.split()[0] for note in found.notes) == sorted(names)
 
 
-@pytest.mark.parametrize("model", [MODEL, SCALED, ModelConfig(vocabulary=9)])
+@pytest.mark.parametrize("model", [MODEL, SCALED, ModelConfig(vocabulary=9), QWEN])
 def test_what_is_written_is_read_back(model: ModelConfig) -> None:
     raw = to_json(model, model.vocabulary, dtype="float32", end_of_text=None)
     assert from_json(raw, "x") == (model, "float32", [])
@@ -101,6 +102,33 @@ def test_what_is_written_is_read_back(model: ModelConfig) -> None:
         rest = {k: v for k, v in raw.items() if k != name}
         if name != "rope_theta" or raw["rope_scaling"] is None:
             assert from_json(rest, "x").model == model, name
+
+
+def test_qwen3_is_read_with_what_transformers_fills_in_for_it() -> None:
+    """As its files are: a window that is off, and a width of heads that nothing divides."""
+    told = without("head_dim", "num_key_value_heads", "max_position_embeddings") | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_attention_heads": 64,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+    found = from_json(told, "x")
+    model = found.model
+    assert (model.kind, model.head_dim, model.kv_heads, model.context) == ("qwen3", 128, 32, 32768)
+    assert len(found.notes) == 3
+    with pytest.raises(ConfigError, match=r"\n    sliding_window"):
+        from_json(told | {"use_sliding_window": True}, "x")
+    with pytest.raises(ConfigError, match=r"\n    architectures"):
+        from_json(told | {"architectures": ["LlamaForCausalLM"]}, "x")
+    paths = [p.path for p in differences(MODEL, model)]
+    assert {"model.kind", "model.head_width"} <= set(paths)
+
+
+def test_a_width_of_heads_that_the_sizes_give_is_no_choice() -> None:
+    assert from_json(without(head_dim=16), "x").model.head_dim == 16
+    assert from_json(without(head_dim=8), "x").model.head_dim == 0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +141,8 @@ def test_what_is_written_is_read_back(model: ModelConfig) -> None:
         ("mlp_bias", True),
         ("sliding_window", 4096),
         ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
-        ("head_dim", 16),
+        ("head_dim", 7),
+        ("head_dim", "8"),
         ("partial_rotary_factor", 0.5),
         ("final_logit_softcapping", 30.0),
         ("quantization_config", {"bits": 4}),

@@ -24,7 +24,7 @@ from core_torch.errors import (
 from core_torch.hf.folder import HfFolder, check_init, load_weights
 from core_torch.hf.names import halves_of_pairs, pairs_of_halves
 from core_torch.hf.write import write_folder
-from core_torch.models import Llama, build_model
+from core_torch.models import Model, build_model
 from core_torch.tests.checkpoint_cases import commit_step, full_tensors
 
 SIZES = ModelConfig(dim=16, layers=2, heads=4, kv_heads=2, hidden=24, context=32)
@@ -32,12 +32,12 @@ VOCABULARY = 257
 EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"
 
 
-def model_of(config: ModelConfig = SIZES) -> Llama:
+def model_of(config: ModelConfig = SIZES) -> Model:
     """A small model with random weights."""
     return build_model(config, VOCABULARY, seed=1)
 
 
-def reader(model: Llama) -> Callable[[str], Tensor]:
+def reader(model: Model) -> Callable[[str], Tensor]:
     """Its tensors by name."""
     params = {name: p.detach() for name, p in model.named_parameters()}
     return lambda name: params[name]
@@ -45,7 +45,7 @@ def reader(model: Llama) -> Callable[[str], Tensor]:
 
 def written(
     folder: Path,
-    model: Llama,
+    model: Model,
     *,
     dtype: torch.dtype = torch.float32,
     limit: int = 1 << 30,
@@ -232,7 +232,7 @@ def test_tensors_of_no_use_are_refused_but_for_old_rotary_tables(tmp_path: Path)
 def test_a_tied_model_may_repeat_its_embedding_but_not_have_another_head(tmp_path: Path) -> None:
     model = model_of(replace(SIZES, tied=True))
     folder = written(tmp_path / "out", model)
-    changed(folder, lm_head__weight=model.tok_embeddings.weight.detach().clone())
+    changed(folder, lm_head__weight=model.get_parameter("tok_embeddings.weight").detach().clone())
     assert "output.weight" not in dict(HfFolder(folder).tensors())
     changed(folder, lm_head__weight=torch.zeros(VOCABULARY, 16))
     with pytest.raises(CheckpointMismatch, match="lm_head.weight is another weight"):

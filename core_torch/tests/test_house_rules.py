@@ -10,10 +10,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("core_torch", "reference_jax", "parity_tests")
 READING_ORDER = (
-    "errors config_base config_sync config collectives mesh sketch trace data models hf adamw "
-    "schedules shard sync taps train checkpoint report simulate bench cli"
+    "errors config_base config_data config_model config_sync config_parallel config_pipeline "
+    "config collectives mesh sketch trace data models hf adamw schedules shard parallel sync taps "
+    "evaluation train checkpoint report simulate bench cli"
 ).split()
-STANDARD_LIBRARY_ONLY = ("errors", "config_base", "config_sync", "config", "config_file")
+STANDARD_LIBRARY_ONLY = (
+    "errors",
+    "config_base",
+    "config_data",
+    "config_sync",
+    "config_parallel",
+    "config_pipeline",
+    "config",
+    "config_file",
+)
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "yaml"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, TRIVIAL_LINES = 400, 60, 3

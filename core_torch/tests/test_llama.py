@@ -28,6 +28,7 @@ def config(**changes: Any) -> ModelConfig:
 def model(settings: ModelConfig = SMALL, *, seed: int = 0, dtype: torch.dtype = F64) -> Llama:
     """A model whose gains are not 1, or a forgotten gain would pass."""
     built = build_model(settings, VOCABULARY, seed=seed, dtype=dtype)
+    assert isinstance(built, Llama)
     with torch.no_grad():
         for name, p in built.named_parameters():
             if p.ndim == 1:
@@ -213,7 +214,7 @@ def test_initial_float32_weights_are_the_rounded_float64_ones() -> None:
     narrow, wide = (build_model(SMALL, 19, seed=3, dtype=d) for d in (torch.float32, F64))
     for (name, x), y in zip(narrow.named_parameters(), wide.parameters(), strict=True):
         assert x.dtype == torch.float32 and torch.equal(x, y.to(torch.float32)), name
-    assert narrow.layers[0].get_submodule("attention.rotary").cos.dtype == torch.float32
+    assert narrow.get_submodule("layers.0.attention.rotary").cos.dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32
 
 

@@ -1,12 +1,15 @@
 """``--resume``, ``--stop-after`` and commits by the clock, from the command line to the folder."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core_torch.checkpoint import background
 from core_torch.checkpoint.commit import commits
+from core_torch.checkpoint.save import write
 from core_torch.cli import main, train, train_rank
 from core_torch.cli.resume import Start, start_of
 from core_torch.cli.worker import Context
@@ -44,8 +47,13 @@ def names(run: Path) -> list[str]:
 
 
 def test_a_run_stops_where_it_is_told_to_and_ends_when_called_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def slowly(*words: Any, **options: Any) -> Path:
+        time.sleep(0.2)
+        return write(*words, **options)
+
+    monkeypatch.setattr(background, "write", slowly)  # who ends has to wait for it
     line = words("a", "--train.steps", "5", "--sync.every", "2")
     assert main([*line, "--stop-after", "3"]) == 75
     assert "Preempted: step 3 is committed" in capsys.readouterr().err

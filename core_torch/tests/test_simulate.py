@@ -34,13 +34,17 @@ from core_torch.sync.votes import Votes
 
 VOCABULARY = 61
 MODEL = ModelConfig(dim=48, layers=2, heads=4, kv_heads=2, hidden=101, context=32)
+QWEN = replace(MODEL, kind="qwen3", head_dim=16)
+GPT2 = replace(MODEL, kind="gpt2", tied=True)
 BATCH, SEQUENCE = 2, 16
 CONFIG = RunConfig(model=MODEL, data=DataConfig(batch=BATCH, sequence=SEQUENCE))
 IDS = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    "model", [MODEL, replace(MODEL, tied=True), replace(MODEL, kv_heads=4, layers=1)]
+    "model",
+    [MODEL, replace(MODEL, tied=True), replace(MODEL, kv_heads=4, layers=1), QWEN, GPT2],
+    ids=lambda m: m.kind,
 )
 def test_units_and_their_parameters_are_those_of_the_built_model(model: ModelConfig) -> None:
     built = build_model(model, VOCABULARY, seed=0)
@@ -90,20 +94,22 @@ def kept(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
 @pytest.mark.parametrize(
     ("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)]
 )
+@pytest.mark.parametrize("sizes", [MODEL, QWEN, GPT2], ids=lambda m: m.kind)
 def test_an_eager_forward_keeps_the_activations_that_were_planned(
-    dtype: torch.dtype, item: int
+    sizes: ModelConfig, dtype: torch.dtype, item: int
 ) -> None:
     stored = torch.float64 if item == 8 else torch.float32
-    model = build_model(MODEL, VOCABULARY, seed=0, dtype=stored)
+    model = build_model(sizes, VOCABULARY, seed=0, dtype=stored)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     found = kept(model, lambda: token_loss(model(IDS), IDS + 1))
     logarithms = VOCABULARY * max(item, 4)  # part of the plan's "logits"
-    tokens = MODEL.layers * layer_bytes(MODEL, item) + end_bytes(MODEL, item) + logarithms
-    assert found == BATCH * SEQUENCE * (tokens + 2 * 8)
+    tokens = sizes.layers * layer_bytes(sizes, item) + end_bytes(sizes, item) + logarithms
+    places = SEQUENCE * 8 if sizes.kind == "gpt2" else 0
+    assert found == BATCH * SEQUENCE * (tokens + 2 * 8) + places
     if item != 8:
         compute = "same" if item == 4 else "bfloat16"
-        config = replace_at(CONFIG, {"train.compute": compute})
+        config = replace_at(replace(CONFIG, model=sizes), {"train.compute": compute})
         parts = {part.name: part for part in plan_of(config, VOCABULARY).memory}
         assert parts["activations"].bytes == found - BATCH * SEQUENCE * logarithms
         assert parts["activations"].checked and not parts["gathered parameters"].checked
@@ -116,12 +122,14 @@ def counted(model: torch.nn.Module, backend: SDPBackend) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_are_those_that_torch_counts(tied: bool) -> None:
-    config = replace(CONFIG, model=replace(MODEL, tied=tied))
+@pytest.mark.parametrize(
+    "sizes", [MODEL, replace(MODEL, tied=True), QWEN, GPT2], ids=lambda m: f"{m.kind}-{m.tied}"
+)
+def test_flops_are_those_that_torch_counts(sizes: ModelConfig) -> None:
+    config = replace(CONFIG, model=sizes)
     model, tokens = build_model(config.model, VOCABULARY, seed=0), BATCH * SEQUENCE
     units = units_of_model(config.model, VOCABULARY)
-    attention = 6 * MODEL.layers * SEQUENCE * MODEL.dim
+    attention = 6 * sizes.layers * SEQUENCE * sizes.heads * sizes.head_width
     products = tokens * (token_flops(config, units) - attention)
     # Torch has no formula for the flash attention of CPUs; as products it is not halved.
     assert counted(model, SDPBackend.FLASH_ATTENTION) == products

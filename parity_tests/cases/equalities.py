@@ -31,10 +31,11 @@ from core_torch.data.corpus import Corpus
 from core_torch.data.token_file import TokenFile
 from core_torch.data.tokenizer import ByteTokenizer
 from core_torch.errors import TwinshardError
+from core_torch.evaluation import evaluate
 from core_torch.shard.access import local_shard
 from core_torch.sync.saved import own_tensors
 from core_torch.sync.trigger import Clock
-from core_torch.train import TrainState, build, evaluate, finish, train
+from core_torch.train import TrainState, build, finish, train
 from parity_tests.cases.part_mesh import mesh_over
 from parity_tests.harness.torch_bridge import Shard, shard_of, shards_of, to_numpy
 
@@ -194,7 +195,9 @@ def inject(state: TrainState, step: int, replica: int, name: str, value: float) 
     """Writes ``value`` into the last element of a parameter, on the rank that holds it."""
     if state.step != step or state.mesh.replica.index != replica:
         return
-    p = dict(state.model.named_parameters())[name]
+    p = dict(state.model.named_parameters()).get(name)
+    if p is None:  # on another stage of a pipeline
+        return
     part = shard_of(p)
     if part["start"] + len(part["rows"]) == p.shape[0] and len(part["rows"]):
         local_shard(p).view(-1)[-1] = value

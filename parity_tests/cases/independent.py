@@ -218,7 +218,7 @@ def gradients(
     state.sharded.mean_over_replicas = synchronous
     accumulate = state.config.train.accumulate
     for k in range(accumulate):
-        inputs, targets = micro_batch(state, k)
+        inputs, targets, _ = micro_batch(state, k)
         state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
         loss = token_loss(state.model(inputs), targets) / accumulate
         torch.autograd.backward(loss)

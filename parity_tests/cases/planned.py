@@ -34,7 +34,7 @@ def observed(changes: Changes, folder: str, step_ns: Sequence[int] = ()) -> dict
     told["held"] = {name: total_bytes(tensors) for name, tensors in held(state)}
     if folder:
         commit_at(state, Path(folder), state.step)
-    inputs, targets = micro_batch(state, 0)
+    inputs, targets, _ = micro_batch(state, 0)
     state.sharded.begin_micro_batch(is_last=True)
     token_loss(state.model(inputs), targets).backward()
     state.sharded.finish_gradients()

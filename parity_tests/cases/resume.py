@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from core_torch.checkpoint.background import Saver
 from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import save
 from core_torch.checkpoint.snapshot import layout_of, restore
@@ -38,6 +39,29 @@ def interrupted(
         return None
     commit_at(state, Path(folder), stop)
     return account_of(resumed(changes, folder, step_ns))
+
+
+def saved_behind(changes: Changes, folder: str, stop: int) -> Account | None:
+    """``interrupted``, where the commit is written while training goes on for two steps."""
+    state = begin(changes)
+    assert state is not None, "a commit speaks to all ranks of the world"
+    group, steps = dist.new_group(backend="gloo"), train(state)
+    saver = Saver(
+        Path(folder),
+        layout_of(state.mesh),
+        asynchronous=True,
+        gather=lambda value: gather_json(value, device=state.mesh.device, group=group),
+        tokenizer=None,
+        keep=2,
+    )
+    while state.step < stop:
+        next(steps)
+    saver.save(saved_state(state), state.common_step)
+    for _ in range(2):
+        next(steps)
+    saver.wait()
+    dist.destroy_process_group(group)
+    return account_of(resumed(changes, folder))
 
 
 def commit_only(changes: Changes, folder: str, stop: int) -> Account | None:
@@ -108,7 +132,6 @@ def commit(state: TrainState, folder: Path) -> None:
         saved_state(state),
         step=state.common_step,
         mesh_layout=layout_of(state.mesh),
-        barrier=dist.barrier,
         gather=gather,
         tokenizer=None,
         keep=2,

@@ -52,7 +52,9 @@ def llama(how: How) -> Llama:
         tied=how.get("tied", False),
     )
     dtype = TORCH_DTYPES[how.get("dtype", "float32")]
-    return build_model(shape, VOCABULARY, seed=0, dtype=dtype)
+    model = build_model(shape, VOCABULARY, seed=0, dtype=dtype)
+    assert isinstance(model, Llama)
+    return model
 
 
 def batch(step: int, index: int, shards: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from core_torch.config import RunConfig
 from core_torch.mesh import Mesh
-from core_torch.models import Llama, build_model, token_loss
+from core_torch.models import Model, build_model, token_loss
 from core_torch.shard.compile import compile_model
 from core_torch.shard.fsdp2 import shard_with_fsdp2
 from core_torch.shard.schedule import CompileOptions
@@ -65,7 +65,7 @@ def step(
     }
 
 
-def built(config: RunConfig, params: Whole) -> Llama:
+def built(config: RunConfig, params: Whole) -> Model:
     """The full model with these weights."""
     dtype = DTYPES[config.train.dtype]
     model = build_model(config.model, config.model.vocabulary, seed=0, dtype=dtype)
@@ -73,7 +73,7 @@ def built(config: RunConfig, params: Whole) -> Llama:
     return model
 
 
-def sharded(model: Llama, mesh: Mesh, mode: Mode, precision: Precision) -> Llama:
+def sharded(model: Model, mesh: Mesh, mode: Mode, precision: Precision) -> Model:
     """The model under ``simple_fsdp``, bytes counted in the ledger of ``mesh``."""
     is_hybrid = mode == "hybrid_shard"
     replica = mesh.replica if is_hybrid else mesh.axis("pp")  # one that is absent

@@ -76,7 +76,7 @@ def forward(changes: Changes, tokens: np.ndarray, params: Whole) -> Account | No
         losses: list[float] = []
         state.sharded.mean_over_replicas = synchronous
         for k in range(accumulate):
-            inputs, targets = micro_batch(state, k)
+            inputs, targets, _ = micro_batch(state, k)
             state.sharded.begin_micro_batch(is_last=k == accumulate - 1)
             logits = state.model(inputs)
             loss = token_loss(logits, targets)

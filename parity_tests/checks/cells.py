@@ -1,8 +1,8 @@
 """Which runs the two cores are compared on: method x mesh x dtype x model, and their numbers.
 
 Needs neither torch nor JAX. A cell is one choice of the four; ``COVERING`` holds every pair of
-choices at least once in 16 cells, ``every_cell`` the full product. Cells that differ in shards
-only take the same draws per replica and step, so one trace of the reference serves them all.
+choices of a Llama at least once in 16 cells, ``every_cell`` the full product. Cells that differ
+in shards only take the same draws per replica and step, so one trace of the reference serves them.
 So it does for ``SIMPLE``, six cells under SimpleFSDP whose runs are among those of ``COVERING``.
 """
 
@@ -39,13 +39,30 @@ MODELS: dict[str, dict[str, Any]] = {
     # On 4 shards: wk and wv leave the last rank empty, everything else uneven.
     "odd": dict(layers=2, vocabulary=257, dim=18, heads=3, kv_heads=1, hidden=27),
     "tied": dict(layers=1, vocabulary=53, dim=16, heads=2, kv_heads=1, hidden=29, tied=True),
+    # Heads are wider together than the residual stream.
+    "qwen": dict(
+        kind="qwen3",
+        layers=1,
+        vocabulary=59,
+        dim=24,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        hidden=36,
+        rope_theta=1e4,
+    ),
+    "gpt2": dict(
+        kind="gpt2", layers=1, vocabulary=53, dim=16, heads=2, kv_heads=2, hidden=40, tied=True
+    ),
 }
+LLAMAS = ("tiny", "gqa", "odd", "tied")
 SHARD_CONFIG: dict[Sharding, dict[str, str]] = {
     "fsdp2": {},
     "simple_fsdp": {"method": "simple_fsdp"},
     "simple_fsdp_aot": {"method": "simple_fsdp", "compile": "aot_eager"},
 }
 SEQUENCE, ROWS, DATA_SEED = 16, 4, 3  # rows: sequences per replica and micro-batch
+END = 256  # of a document, to the core's tokenizer
 SEQUENCES = 150  # fewer than the draws of a run, so that epochs change
 OPTIM = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, max_norm=0.5)
 SCHEDULE = dict(shape="cosine", final_ratio=0.1, decay_share=0.2)
@@ -78,10 +95,12 @@ class Cell:
     step_ns: tuple[int, ...] = ()  # by the clock: what a step of each replica takes
     faults: tuple[Fault, ...] = ()
     sharding: Sharding = "fsdp2"  # of the core; the reference needs no more than shards
+    packing: str = "stream"
 
     def __str__(self) -> str:
         mesh = f"{self.replicas}x{self.shards}"
         how = "" if self.sharding == "fsdp2" else f"-{self.sharding}"
+        how += "" if self.packing == "stream" else f"-{self.packing}"
         how += "".join(f"-{x}" for name, x in self.sync if name in ("wire", "layerwise"))
         return f"{self.method}-{mesh}-{self.dtype}-{self.model}{how}"
 
@@ -132,7 +151,23 @@ COVERING = [
         model=model,
     )
     for i, mesh in enumerate(MESHES)
-    for j, model in enumerate(MODELS)
+    for j, model in enumerate(LLAMAS)
+]
+# Documents of five tokens on average, of a model that knows the id of their end.
+DOCUMENTS = Cell(
+    method="edit",
+    replicas=2,
+    shards=2,
+    dtype="float64",
+    model="odd",
+    blocks=1,
+    packing="documents",
+)
+# Other architectures change nothing but the gradients: one run of each.
+ARCHITECTURES = [
+    Cell(method="edit", replicas=2, shards=2, dtype="float64", model=model)
+    for model in MODELS
+    if model not in LLAMAS
 ]
 
 
@@ -216,7 +251,8 @@ def core_changes(cell: Cell) -> dict[str, Any]:
     train = {"steps": cell.steps, "dtype": cell.dtype, "compute": cell.compute}
     return {
         "model": MODELS[cell.model] | {"layers": cell.layers, "context": SEQUENCE},
-        "data": {"sequence": SEQUENCE, "batch": ROWS // cell.shards, "seed": DATA_SEED},
+        "data": {"sequence": SEQUENCE, "batch": ROWS // cell.shards, "seed": DATA_SEED}
+        | {"packing": cell.packing},
         "mesh": {"replicas": cell.replicas, "shards": cell.shards},
         "shard": dict(SHARD_CONFIG[cell.sharding]),
         "optim": dict(OPTIM),
@@ -233,7 +269,10 @@ def tokens_of(cell: Cell) -> np.ndarray:
     """
     unseen = MODELS[cell.model]["vocabulary"] - 1
     draws = np.random.default_rng(11).geometric(0.06, SEQUENCES * SEQUENCE + 1)
-    return (draws % unseen).astype(np.uint16)
+    tokens = (draws % unseen).astype(np.uint16)
+    if cell.packing == "documents":
+        tokens[np.random.default_rng(12).random(len(tokens)) < 0.2] = END
+    return tokens
 
 
 def parameters_of(cell: Cell, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

@@ -21,9 +21,10 @@ from reference_jax import ddp, fsdp
 from reference_jax import train as reference_train
 from reference_jax.aedit import Timed
 from reference_jax.co2 import Co2
-from reference_jax.data import batch_of_all
+from reference_jax.data import batch_of_all, by_documents
 from reference_jax.edit import Penalty
 from reference_jax.fsdp import Inner, StepReport, TrainState, place, to_host
+from reference_jax.gpt2 import Gpt2Config
 from reference_jax.local_sgd import NonFinite, SyncState
 from reference_jax.mesh import EVERYWHERE, ONE_EACH, PER_REPLICA, make_mesh, put
 from reference_jax.model import Arrays, LlamaConfig, forward, shapes
@@ -31,7 +32,7 @@ from reference_jax.streaming import Streaming
 from reference_jax.sync.penalty import NormStats
 from reference_jax.train import Host, Record, Run, TrainConfig, event_of, run_round, units_of
 
-gradients = jax.jit(fsdp.gradients, static_argnames=("config", "compute"))
+gradients = jax.jit(fsdp.gradients, static_argnames=("config", "compute", "z_loss"))
 update = jax.jit(fsdp.update, static_argnames=("config", "inner"))
 average_over_replicas = jax.jit(ddp.average_over_replicas)
 logits_of = jax.jit(forward, static_argnames="config")
@@ -62,6 +63,8 @@ def separate_programs() -> Iterator[None]:
 def model_of(cell: Cell) -> LlamaConfig:
     """The cell's model as the reference configures it."""
     fields = dict(cells.MODELS[cell.model], layers=cell.layers)
+    if fields.get("kind") == "gpt2":
+        return Gpt2Config(**fields, context=cells.SEQUENCE)
     scaling = fields.pop("rope_scaling", {})
     return LlamaConfig(**fields, **{f"rope_{name}": value for name, value in scaling.items()})
 
@@ -105,9 +108,9 @@ def initial(cell: Cell) -> Host:
     return cells.parameters_of(cell, shapes(model_of(cell)))
 
 
-def batch(cell: Cell, micro_step: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, [R, S, B, T] each, dealt by the reference."""
-    return batch_of_all(
+def batch(cell: Cell, micro_step: int, shards: int) -> tuple[np.ndarray, ...]:
+    """Inputs and targets, and documents if rows hold several; [R, S, B, T] each."""
+    dealt = batch_of_all(
         cells.tokens_of(cell),
         step=micro_step,
         replicas=cell.replicas,
@@ -116,6 +119,7 @@ def batch(cell: Cell, micro_step: int, shards: int) -> tuple[np.ndarray, np.ndar
         sequence=cells.SEQUENCE,
         seed=cells.DATA_SEED,
     )
+    return by_documents(*dealt, end_of_text=cells.END) if cell.packing == "documents" else dealt
 
 
 def trace(cell: Cell) -> Trace:
@@ -145,12 +149,19 @@ class FaultyRun(Run):
 
     faults: ClassVar[tuple[Fault, ...]] = ()
 
-    def inner_step(self, inputs: np.ndarray, targets: np.ndarray, lr: float) -> StepReport:
+    def inner_step(
+        self,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        documents: np.ndarray | None = None,
+        *,
+        lr: float,
+    ) -> StepReport:
         if any(step == self.step for step, *_ in self.faults):
             params_R = self.host(self.state.params)
             inject(params_R, self.faults, self.step)
             self.state = self.state._replace(params=place(params_R, self.mesh, axis=1))
-        return super().inner_step(inputs, targets, lr)
+        return super().inner_step(inputs, targets, documents, lr=lr)
 
 
 def inject(params_R: Host, faults: tuple[Fault, ...], step: int) -> None:

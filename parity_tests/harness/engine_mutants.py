@@ -48,9 +48,9 @@ ENGINE_MUTANTS: dict[str, Mutant] = {
         f"{ROUNDS}._finish", "0.0 if meeting.forced else rules.mix", "rules.mix"
     ),
     # by the clock
-    "replicas without a step count": Mutant(f"{ROUND}:measure_all", "steps_R == 0", "steps_R < 0"),
+    "replicas without a step count": Mutant(f"{ROUND}:decide", "steps_R == 0", "steps_R < 0"),
     "norms of the absent enter the median": Mutant(
-        f"{ROUND}:measure_all", "torch.where(is_absent_R, torch.inf, norm_UR)", "norm_UR"
+        f"{ROUND}:decide", "torch.where(is_absent_R, torch.inf, norm_UR)", "norm_UR"
     ),
     "time is not restarted": Mutant(
         f"{ENGINE}._restart_clock", "self.trigger.restart()", "self.trigger.is_over()"
@@ -77,7 +77,7 @@ ENGINE_MUTANTS: dict[str, Mutant] = {
         f"{SYNC}.forward_sync:hook_forward", "min(u + lookahead, last)", "u"
     ),
     "a round that is due is forgotten at the end": Mutant(
-        f"{ENGINE}._settle", "if state.is_due:", "if not state.rounds:"
+        f"{ENGINE}.settle", "if state.is_due:", "if not state.rounds:"
     ),
     # stores and checkpoints
     "the host's memory is given away": Mutant(

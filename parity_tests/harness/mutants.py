@@ -18,6 +18,7 @@ from parity_tests.harness.mutant import Mutant
 
 PENALTY, OUTER = "core_torch.sync.penalty", "core_torch.sync.outer"
 ADAMW, SCHEDULES = "core_torch.adamw", "core_torch.schedules"
+ATTENTION = "core_torch.models.attention"
 LLAMA, FSDP2, TRAIN = "core_torch.models.llama", "core_torch.shard.fsdp2", "core_torch.train"
 OPERATORS, LAYOUT, PARAMETRISE, SIMPLE = (
     f"core_torch.shard.{name}" for name in ("operators", "layout", "parametrise", "model")
@@ -133,10 +134,10 @@ MUTANTS: dict[str, Mutant] = {
         f"{LLAMA}:RMSNorm.forward", "+ self.eps", "+ self.eps * x_BTD.shape[-1]"
     ),
     "attention sees the future": Mutant(
-        f"{LLAMA}:Attention.forward", "is_causal=True", "is_causal=False"
+        f"{ATTENTION}:attend", "is_causal=mask_B1TT is None", "is_causal=False"
     ),
     "attention scale off by 1e-6": Mutant(
-        f"{LLAMA}:Attention.forward", "q_BTHE.transpose(1, 2)", "q_BTHE.transpose(1, 2) * 1.000001"
+        f"{ATTENTION}:attend", "q_BTHE.transpose(1, 2)", "q_BTHE.transpose(1, 2) * 1.000001"
     ),
     "gate and value exchanged": Mutant(
         f"{LLAMA}:FeedForward.forward",
@@ -149,12 +150,12 @@ MUTANTS: dict[str, Mutant] = {
     "local gradients averaged over replicas": Mutant(
         f"{TRAIN}:inner_step", "mean_over_replicas = synchronous", "mean_over_replicas = True"
     ),
-    "micro-batches summed": Mutant(f"{TRAIN}:inner_step", "targets) / accumulate", "targets)"),
+    "micro-batches summed": Mutant(f"{TRAIN}:loss_of", " / train.accumulate", ""),
     "one micro-batch for all": Mutant(f"{TRAIN}:inner_step", "accumulate + k)", "accumulate)"),
     "gradient norm of one shard": Mutant(
         f"{TRAIN}:apply_gradients",
-        'psum(torch.stack((loss, square)), mesh.shard, scope="metrics")',
-        "torch.stack((loss, square))",
+        'psum(mine, mesh.model, scope="metrics")',
+        "mine",
     ),
     "gradient clip without 1e-6": Mutant(f"{TRAIN}:apply_gradients", "eps=1e-6", "eps=0.0"),
     "learning rate of the step before": Mutant(

@@ -15,25 +15,57 @@ Shapes = dict[str, tuple[int, ...]]
 
 def expected_shapes(model: ModelConfig) -> Shapes:
     """Every parameter of ``model`` in reading order, written down apart from both cores."""
-    d, f, v = model.dim, model.hidden, model.vocabulary
-    kv = model.kv_heads * (d // model.heads)
+    d, v = model.dim, model.vocabulary
+    block = _gpt2_block(model) if model.kind == "gpt2" else _llama_block(model)
     shapes: Shapes = {"tok_embeddings.weight": (v, d)}
+    if model.kind == "gpt2":
+        shapes["pos_embeddings.weight"] = (model.context, d)
     for i in range(model.layers):
-        block = {
-            "attention_norm.weight": (d,),
-            "attention.wq.weight": (d, d),
-            "attention.wk.weight": (kv, d),
-            "attention.wv.weight": (kv, d),
-            "attention.wo.weight": (d, d),
-            "ffn_norm.weight": (d,),
-            "feed_forward.w1.weight": (f, d),
-            "feed_forward.w2.weight": (d, f),
-            "feed_forward.w3.weight": (f, d),
-        }
         shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
     shapes["norm.weight"] = (d,)
+    if model.kind == "gpt2":
+        shapes["norm.bias"] = (d,)
     if not model.tied:
         shapes["output.weight"] = (v, d)
+    return shapes
+
+
+def _llama_block(model: ModelConfig) -> Shapes:
+    d, f, e = model.dim, model.hidden, model.head_dim or model.dim // model.heads
+    q, kv = model.heads * e, model.kv_heads * e
+    norms: Shapes = {"attention.q_norm.weight": (e,), "attention.k_norm.weight": (e,)}
+    return {
+        "attention_norm.weight": (d,),
+        "attention.wq.weight": (q, d),
+        "attention.wk.weight": (kv, d),
+        "attention.wv.weight": (kv, d),
+        "attention.wo.weight": (d, q),
+        **(norms if model.kind == "qwen3" else {}),
+        "ffn_norm.weight": (d,),
+        "feed_forward.w1.weight": (f, d),
+        "feed_forward.w2.weight": (d, f),
+        "feed_forward.w3.weight": (f, d),
+    }
+
+
+def _gpt2_block(model: ModelConfig) -> Shapes:
+    d, f, e = model.dim, model.hidden, model.head_dim or model.dim // model.heads
+    q, kv = model.heads * e, model.kv_heads * e
+    matrices = {
+        "attention_norm": (d,),
+        "attention.wq": (q, d),
+        "attention.wk": (kv, d),
+        "attention.wv": (kv, d),
+        "attention.wo": (d, q),
+        "ffn_norm": (d,),
+        "feed_forward.w1": (f, d),
+        "feed_forward.w2": (d, f),
+    }
+    shapes: Shapes = {}
+    for name, shape in matrices.items():
+        shapes[f"{name}.weight"] = shape
+        if name != "attention.wk":
+            shapes[f"{name}.bias"] = shape[:1]
     return shapes
 
 
@@ -44,7 +76,8 @@ def unit_of(name: str, *, tied: bool) -> str:
     """
     if name.startswith("layers."):
         return ".".join(name.split(".")[:2])
-    return "embedding" if tied or name.startswith("tok_embeddings.") else "head"
+    is_first = name.startswith(("tok_embeddings.", "pos_embeddings."))
+    return "embedding" if tied or is_first else "head"
 
 
 def by_unit(names: list[str], *, tied: bool) -> dict[str, list[str]]:

@@ -6,10 +6,11 @@ them does not tap is left out and counted; what else is missing on one side is a
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from parity_tests.harness.tolerances import EXACT, Tolerance
 from parity_tests.instrument.allowed import Allowed
@@ -90,8 +91,25 @@ class Comparison:
     @property
     def notes(self) -> list[str]:
         """Reasons to expect a difference, from what the traces say of themselves."""
-        pairs = [(key, self.mine.meta.get(key), self.theirs.meta.get(key)) for key in SAME_RUN]
-        return [SAME_RUN[key] for key, x, y in pairs if x and y and x != y]
+        mine, theirs = self.mine.meta, self.theirs.meta
+        return [SAME_RUN[key] for key in SAME_RUN if _differs(key, mine, theirs)]
+
+
+def _differs(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    x, y = mine.get(key), theirs.get(key)
+    if not x or not y or x == y:
+        return False
+    settings = mine.get("config"), theirs.get("config")
+    if key == "config_hash" and mine.get("core") == theirs.get("core") and all(settings):
+        return not _agree(*settings)
+    return True
+
+
+def _agree(x: Any, y: Any) -> bool:
+    """Equal but for fields that only one has: an older version of a core has fewer."""
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        return all(_agree(x[key], y[key]) for key in x.keys() & y.keys())
+    return bool(x == y)
 
 
 def compare_folders(mine: Path, theirs: Path) -> Comparison:

@@ -178,7 +178,7 @@ def reference_model(model: ModelConfig) -> Any:
     """The same sizes as the reference configures them."""
     from reference_jax.model import LlamaConfig
 
-    fields = ("vocabulary", "dim", "layers", "heads", "kv_heads", "hidden")
+    fields = ("vocabulary", "dim", "layers", "heads", "kv_heads", "head_dim", "hidden")
     same = {key: getattr(model, key) for key in (*fields, "norm_eps", "rope_theta", "tied")}
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
     rope = {f"rope_{key}": getattr(model.rope_scaling, key) for key in keys}

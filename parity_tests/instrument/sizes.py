@@ -9,7 +9,7 @@ from core_torch.errors import ConfigError
 from parity_tests.instrument.names import NameMap, refuse
 
 NEEDED = ("vocabulary", "dim", "layers", "heads", "kv_heads", "hidden", "norm_eps", "rope_theta")
-NO_PART = ("context", "init_std")  # of ModelConfig: change nothing that is compared
+NO_PART = ("context", "init_std", "build")  # of ModelConfig: change nothing that is compared
 SAME_AS = {  # fields of LlamaConfig
     "vocab_size": "vocabulary",
     "hidden_size": "dim",
@@ -67,6 +67,9 @@ def sizes_of(told: NameMap, config: Any) -> ModelConfig:
     model, found = apply(ModelConfig(), given)
     problems += [p._replace(path=f"[model] {p.path}") for p in found]
     problems += [Problem(f"[model] {x}", "is missing") for x in NEEDED if x not in given]
+    if model.kind != "llama":
+        message = f"a module is compared with a llama, the reference's, got {model.kind!r}"
+        problems.append(Problem("[model] kind", message))
     if not problems:
         problems = [p._replace(path=f"[model] {p.path}") for p in all_problems(model)]
         if model.vocabulary < 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def test_the_loss_of_equal_logits_is_the_log_of_the_vocabulary() -> None:
 
 def test_one_epoch_shows_every_sequence_once_and_replicas_never_meet() -> None:
     tokens, seen = np.arange(24 * 4 + 1), []
-    layout = {"replicas": 2, "shards": 3, "batch": 2, "sequence": 4, "seed": 5}
+    layout: dict[str, Any] = {"replicas": 2, "shards": 3, "batch": 2, "sequence": 4, "seed": 5}
     for step in range(2):
         inputs, targets = batch_of_all(tokens, step=step, **layout)
         assert inputs.shape == (2, 3, 2, 4)

@@ -1,0 +1,1 @@
+"""A replica cut in other ways than by rows of its parameters: over tp and pp."""
