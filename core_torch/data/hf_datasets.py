@@ -66,7 +66,14 @@ def prepare_examples(
                     kept = {config.field: value if isinstance(value, str) else None}
                     lines.write(json.dumps(kept) + "\n")
             plain = dataclasses.replace(config, path="", mixture="")
-            return prepare_folder([str(spool)], out, plain, processes=processes, tell=tell)
+            return prepare_folder(
+                [str(spool)],
+                out,
+                plain,
+                processes=processes,
+                tell=tell,
+                called=lambda text: text.replace(str(spool), "examples"),
+            )
     except OSError as error:
         raise DataError(
             f"cannot write {out}: {error.strerror or error}",

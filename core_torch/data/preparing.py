@@ -65,6 +65,7 @@ def prepare_folder(
     *,
     processes: int = 1,
     tell: Tell = lambda doing, done, of: None,
+    called: Callable[[str], str] = str,
 ) -> dict[str, Any]:
     """Writes a prepared folder; it appears at once, complete, or not at all.
 
@@ -74,6 +75,7 @@ def prepare_folder(
         config: its tokenizer, held_out and field.
         processes: that encode; 1: this one does.
         tell: told of progress.
+        called: paths, and sentences about them, as data.json is to have them.
 
     Returns:
         What data.json says.
@@ -99,10 +101,14 @@ def prepare_folder(
             **splits,
             "content": content_of(tokenizer, *(splits[name]["sha256"] for name in SPLITS)),
             "sources": [
-                {"path": str(file.path), "documents": file.documents, "characters": file.characters}
+                {
+                    "path": called(str(file.path)),
+                    "documents": file.documents,
+                    "characters": file.characters,
+                }
                 for file in found
             ],
-            "skipped": skipped,
+            "skipped": [called(text) for text in skipped],
         }
         write_atomic(folder / "data.json", [json.dumps(manifest, indent=1).encode()])
     return manifest

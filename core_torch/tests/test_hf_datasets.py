@@ -38,6 +38,7 @@ def test_a_stream_is_read_once_and_leaves_only_the_folder(tmp_path: Path, lines:
     told = prepare_examples(stream(), place / "out", config, limit=len(TEXTS) + 1)
     assert content(place / "out") == lines
     assert "1 lines hold no text" in told["skipped"][0]
+    assert told["sources"][0]["path"] == "examples" and "/" not in told["skipped"][0]
     assert [path.name for path in place.iterdir()] == ["out"]
 
 
