@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from core_torch.config import ModelConfig
 from core_torch.errors import ConfigError
@@ -25,6 +24,14 @@ from core_torch.models.loss import summed_loss
 from core_torch.models.units import LISTS, Groups, groups_of, is_inside
 
 PREFIX = "own."
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 class Own(Model):
@@ -131,7 +138,7 @@ def _check(module: nn.Module) -> None:
             f"model.build: {kept[0]} is a buffer of the state, which no checkpoint would hold",
             next="register_buffer(..., persistent=False) and fill it when building",
         )
-    drops = [n for n, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p > 0]
+    drops = [n for n, m in module.named_modules() if isinstance(m, DROPOUTS) and m.p > 0]
     if drops:
         raise ConfigError(
             f"model.build: {drops[0]} draws at random in the forward, which no resume repeats",

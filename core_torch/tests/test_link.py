@@ -144,8 +144,9 @@ def test_the_link_has_its_rate_and_delay_and_nothing_of_it_stays() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_relay_ends_with_its_parent(number: signal.Signals) -> None:
     script = (
-        "import time\n"
+        "import signal, time\n"
         "from core_torch.bench.link import emulated, parse_network\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
         "with emulated(parse_network('1gbit,1ms')) as sides:\n"
         "    print(sides[0].prefix[1], flush=True)\n"
         "    time.sleep(60)\n"
