@@ -244,7 +244,9 @@ class RunConfig:
         return self.schedule.total_tokens or self.train.steps * self.tokens_per_step
 
     def validate(self) -> list[Problem]:
-        problems = tensor_parallel_problems(self.mesh.tp, self.model, self.data.sequence)
+        problems = tensor_parallel_problems(
+            self.mesh.tp, self.model, self.data.sequence, self.sync.wire
+        )
         problems += self._pipeline()
         if self.data.sequence > self.model.context:
             message = f"{self.data.sequence} tokens exceed model.context {self.model.context}"

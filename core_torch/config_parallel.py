@@ -4,8 +4,10 @@ from core_torch.config_base import Problem
 from core_torch.config_model import ModelConfig
 
 
-def tensor_parallel_problems(tp: int, model: ModelConfig, sequence: int) -> list[Problem]:
-    """Problems of ``mesh.tp`` with the model and the data, one for each width that it cuts.
+def tensor_parallel_problems(
+    tp: int, model: ModelConfig, sequence: int, wire: str
+) -> list[Problem]:
+    """Problems of ``mesh.tp`` with the model, the data and what rounds send.
 
     The vocabulary need not divide: the last ranks hold fewer rows of embedding and head.
     """
@@ -19,8 +21,12 @@ def tensor_parallel_problems(tp: int, model: ModelConfig, sequence: int) -> list
         "model.hidden": model.hidden,
         "data.sequence": sequence,
     }
-    return [
+    problems = [
         Problem(path, f"mesh.tp {tp} does not divide {size}")
         for path, size in cut.items()
         if size >= 1 and size % tp
     ]
+    if wire == "int8":  # a block of a scale holds gains and slices, and these differ over tp
+        message = "int8 would round the copies of a gain on ranks of mesh.tp apart; bf16 does not"
+        problems.append(Problem("sync.wire", message))
+    return problems

@@ -169,7 +169,7 @@ def test_a_run_of_two_slices_goes_on_from_its_commit_bit_for_bit(
         pytest.param((1, 2, 2), (1, 4, 1), {"sync": SYNCHRONOUS}, marks=only_full),
         pytest.param((1, 4, 1), (1, 2, 2), {"sync": SYNCHRONOUS}, marks=only_full),
         pytest.param((2, 1, 2), (2, 2, 1), {"sync": CO2}, marks=only_full),
-        pytest.param((2, 1, 2), (2, 2, 1), {"sync": EDIT | {"wire": "int8"}}, marks=only_full),
+        pytest.param((2, 1, 2), (2, 2, 1), {"sync": EDIT | {"wire": "bf16"}}, marks=only_full),
     ],
     ids=str,
 )
@@ -186,7 +186,7 @@ def test_a_commit_is_taken_up_by_other_slices_without_a_changed_bit(
     saved = PiecedRun(pool.run(tensor_parallel.committed, first, str(tmp_path), 4))
     taken = PiecedRun(pool.run(tensor_parallel.gone_on, then, str(tmp_path)))
     assert_same_state(saved, taken)
-    if "wire" not in more.get("sync", {}):  # blocks of a coded exchange follow the pieces
+    if "wire" not in more.get("sync", {}):  # a code may tip over by one rounding of float64
         np.testing.assert_allclose(taken.first["losses"], saved.first["losses"], rtol=1e-12)
 
 

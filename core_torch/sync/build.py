@@ -11,7 +11,7 @@ from core_torch.sync.engine import LocalSGD
 from core_torch.sync.forward_sync import carry_rounds
 from core_torch.sync.methods import rules_of
 from core_torch.sync.trigger import Clock, make_trigger
-from core_torch.sync.units import sync_units
+from core_torch.sync.units import check_copies, sync_units
 
 
 def build_engine(
@@ -39,6 +39,7 @@ def build_engine(
         fragments=rules.fragments,
         holders=mesh.holders,
     )
+    check_copies(units, rules.wire)
     sync = LocalSGD(units, optimizer, mesh, rules=rules, trigger=make_trigger(config, clock))
     if rules.layerwise:
         carry_rounds(sync, sharded)

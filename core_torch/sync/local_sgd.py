@@ -48,7 +48,7 @@ from core_torch.sync.events import RoundEvent, refuse_non_finite
 from core_torch.sync.forward_sync import exchange_of, hook_forward
 from core_torch.sync.methods import rules_of
 from core_torch.sync.trigger import Clock, make_trigger
-from core_torch.sync.units import sync_units
+from core_torch.sync.units import check_copies, sync_units
 
 
 def local_sgd(
@@ -100,6 +100,7 @@ def local_sgd(
     own = mesh_of(mesh)
     kind, count = rules.method.unit, rules.fragments
     made = sync_units(module, groups, kind=kind, fragments=count, holders=own.holders)
+    check_copies(made, rules.wire)
     sync = LocalSGD(made, optimizer, own, rules=rules, trigger=make_trigger(config, clock))
     handles: list[RemovableHandle] = []
     if rules.layerwise and compilation is not None:

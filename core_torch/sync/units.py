@@ -98,3 +98,18 @@ def sync_units(
         factors = tuple(copies_of(p, holders) for p in mine)
         found.append(SyncUnit(unit, tuple(names), mine, factors, like))
     return found
+
+
+def check_copies(units: Sequence[SyncUnit], wire: str) -> None:
+    """Checks that copies of a parameter on several ranks of a replica stay equal.
+
+    A block of int8 has one scale for a copy and for slices that differ from rank to rank.
+
+    Raises:
+        ConfigError: they would not.
+    """
+    if wire == "int8" and any(len(set(unit.factors)) > 1 for unit in units):
+        raise ConfigError(
+            "sync.wire: int8 would round copies of one parameter on several ranks apart",
+            next="--sync.wire bf16, or a mesh without tp",
+        )

@@ -1,5 +1,6 @@
 """Cuts over tp on ranks that are not there: which piece a rank holds, and how often it exists."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from core_torch.config import (
     ModelConfig,
     RunConfig,
     ShardConfig,
+    SyncConfig,
     all_problems,
 )
 from core_torch.errors import ConfigError
@@ -28,6 +30,7 @@ from core_torch.shard.model import shard_model
 from core_torch.shard.preview import pretended
 from core_torch.simulate.shapes import units_of_model
 from core_torch.simulate.tensor import cut_over_tp
+from core_torch.sync.build import build_engine
 
 VOCABULARY = 61  # 31 and 30 tokens, so 16, 15, 15 and 15 on two shards
 MODEL = ModelConfig(dim=16, layers=1, heads=4, kv_heads=2, hidden=28, context=8)
@@ -107,3 +110,14 @@ def test_everything_that_slices_do_not_divide_is_named_at_once() -> None:
         "data.sequence": "mesh.tp 4 does not divide 6",
     }
     assert not all_problems(replace(config, mesh=MeshConfig(tp=1)))
+
+
+def test_a_code_that_would_round_copies_apart_is_refused() -> None:
+    config = RunConfig(sync=SyncConfig(wire="int8"), mesh=MeshConfig(replicas=2, tp=2))
+    assert [problem.path for problem in all_problems(config)] == ["sync.wire"]
+    for changes in ({"sync": SyncConfig(wire="bf16")}, {"mesh": MeshConfig(replicas=2, shards=2)}):
+        assert not all_problems(replace(config, **changes))
+    for mesh, sharded in on_rank(MODEL, 0):
+        optimizer = torch.optim.AdamW(sharded.module.parameters())
+        with pytest.raises(ConfigError, match="int8 would round copies"):
+            build_engine(sharded, optimizer, mesh, config.sync, clock=time.monotonic_ns)
