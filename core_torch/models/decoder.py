@@ -35,6 +35,29 @@ class Model(nn.Module):
         raise NotImplementedError
 
 
+class Layer(nn.Module):
+    """Attention, then feed-forward, each on a normed residual stream."""
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        attention_norm: nn.Module,
+        ffn_norm: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm  # in this order parameters are named
+        self.attention = attention
+        self.ffn_norm = ffn_norm
+        self.feed_forward = feed_forward
+
+    def forward(
+        self, x_BTD: Tensor, mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), mask, past)
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+
+
 class Decoder(Model):
     """Embedding, blocks, norm and head.
 

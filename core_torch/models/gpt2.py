@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core_torch.config import ModelConfig
 from core_torch.models.attention import Past, attend
-from core_torch.models.decoder import Decoder
+from core_torch.models.decoder import Decoder, Layer
 from core_torch.models.loss import at_least_float32
 
 
@@ -76,21 +76,12 @@ class FeedForward(nn.Module):
         return self.w2(gelu(self.w1(x_BTD)))
 
 
-class Block(nn.Module):
-    """One layer: attention, then feed-forward, each on a normed residual stream."""
+class Block(Layer):
+    """One layer."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = LayerNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
-
-    def forward(
-        self, x_BTD: Tensor, mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), mask, past)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        norms = (LayerNorm(config.dim, config.norm_eps) for _ in range(2))
+        super().__init__(Attention(config), FeedForward(config), *norms)
 
 
 class Gpt2(Decoder):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from core_torch.config import ModelConfig, RopeScaling
 from core_torch.models.attention import Past, attend
-from core_torch.models.decoder import Decoder
+from core_torch.models.decoder import Decoder, Layer
 from core_torch.models.loss import at_least_float32
 
 
@@ -124,21 +124,12 @@ class FeedForward(nn.Module):
         return self.w2(silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
-class Block(nn.Module):
-    """One layer: attention, then feed-forward, each on a normed residual stream."""
+class Block(Layer):
+    """One layer."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, rotary)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
-
-    def forward(
-        self, x_BTD: Tensor, mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), mask, past)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        norms = (RMSNorm(config.dim, config.norm_eps) for _ in range(2))
+        super().__init__(Attention(config, rotary), FeedForward(config), *norms)
 
 
 class Llama(Decoder):
