@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from core_torch.checkpoint.commit import AtPoint, no_fault
-from core_torch.checkpoint.save import Gather, write
+from core_torch.checkpoint.save import Gather, save
 from core_torch.checkpoint.staging import Staging
 from core_torch.checkpoint.state import Layout, SavedState
 
@@ -59,7 +59,7 @@ class Saver:
         at_point: AtPoint = no_fault,
     ) -> None:
         self._write = partial(
-            write,
+            save,
             run_folder,
             mesh_layout=layout,
             gather=gather,

@@ -26,7 +26,6 @@ from core_torch.checkpoint.commit import (
     sweep,
 )
 from core_torch.checkpoint.files import PRIVATE, Record, encode, flush, record_of, write_json
-from core_torch.checkpoint.staging import Staging
 from core_torch.checkpoint.state import Layout, SavedState, Shard, with_canonical_names
 from core_torch.errors import CheckpointError
 
@@ -46,9 +45,11 @@ def save(
 ) -> Path:
     """Commits ``state`` as ``step``; every rank calls it. Replaces an older save of that step.
 
+    May run in a thread.
+
     Args:
         run_folder: folder of the run, seen by all ranks.
-        state: this rank's part.
+        state: this rank's part, as ``Staging`` has copied it.
         step: completed inner steps, 0..99999999.
         mesh_layout: place of this rank.
         gather: JSON-able objects of all ranks, in rank order, on every rank.
@@ -63,30 +64,6 @@ def save(
         CheckpointError: any rank could not write; raised on all ranks, and the commits that
             were there before are still there.
     """
-    return write(
-        run_folder,
-        Staging().copy(state),
-        step=step,
-        mesh_layout=mesh_layout,
-        gather=gather,
-        tokenizer=tokenizer,
-        keep=keep,
-        at_point=at_point,
-    )
-
-
-def write(
-    run_folder: Path,
-    state: SavedState,
-    *,
-    step: int,
-    mesh_layout: Layout,
-    gather: Gather,
-    tokenizer: Path | None,
-    keep: int,
-    at_point: AtPoint = no_fault,
-) -> Path:
-    """``save`` of what ``Staging`` has copied; may run in a thread."""
     gather(None)  # a lost peer shows before anything is written
     together = _Together(gather, mesh_layout, step, run_folder)
     shared, own = state.shared if mesh_layout.replica == 0 else {}, state.own

@@ -11,6 +11,7 @@ import torch
 from core_torch.checkpoint.commit import COMMIT, AtPoint, no_fault
 from core_torch.checkpoint.files import record_of
 from core_torch.checkpoint.save import Gather, save
+from core_torch.checkpoint.staging import Staging
 from core_torch.checkpoint.state import Layout, SavedState, Shard
 from core_torch.shard.access import rows_of_shard
 
@@ -93,7 +94,7 @@ def save_as(
     """``save`` with what tests seldom vary filled in."""
     return save(
         run,
-        state,
+        Staging().copy(state),
         step=step,
         mesh_layout=layout,
         gather=gather,

@@ -9,7 +9,7 @@ import pytest
 
 from core_torch.checkpoint import background
 from core_torch.checkpoint.commit import commits
-from core_torch.checkpoint.save import write
+from core_torch.checkpoint.save import save
 from core_torch.cli import main, train, train_rank
 from core_torch.cli.resume import Start, start_of
 from core_torch.cli.worker import Context
@@ -51,9 +51,9 @@ def test_a_run_stops_where_it_is_told_to_and_ends_when_called_again(
 ) -> None:
     def slowly(*words: Any, **options: Any) -> Path:
         time.sleep(0.2)
-        return write(*words, **options)
+        return save(*words, **options)
 
-    monkeypatch.setattr(background, "write", slowly)  # who ends has to wait for it
+    monkeypatch.setattr(background, "save", slowly)  # who ends has to wait for it
     line = words("a", "--train.steps", "5", "--sync.every", "2")
     assert main([*line, "--stop-after", "3"]) == 75
     assert "Preempted: step 3 is committed" in capsys.readouterr().err

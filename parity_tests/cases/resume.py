@@ -12,6 +12,7 @@ from core_torch.checkpoint.load import read
 from core_torch.checkpoint.save import save
 from core_torch.checkpoint.snapshot import layout_of, restore
 from core_torch.checkpoint.snapshot import snapshot as saved_state
+from core_torch.checkpoint.staging import Staging
 from core_torch.cli import session as session_module
 from core_torch.cli.signals import StopWish
 from core_torch.collectives import gather_json
@@ -129,7 +130,7 @@ def commit(state: TrainState, folder: Path) -> None:
 
     save(
         folder,
-        saved_state(state),
+        Staging().copy(saved_state(state)),
         step=state.common_step,
         mesh_layout=layout_of(state.mesh),
         gather=gather,
